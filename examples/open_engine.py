@@ -1,6 +1,8 @@
 """An engine of thirty lines that speaks the open event form: it caches the blocks of the prompts that it reads, and tells it.
 
-    python examples/open_engine.py < prompts.jsonl | kvatlas publish --engine open --source - --worker-id w1 --model-id m
+    kvatlas publish --engine open --status-port 9100 --worker-id w1 --model-id m &
+    python examples/open_engine.py < prompts.jsonl |
+        while read -r batch; do curl -d "$batch" http://127.0.0.1:9100/events; done
 
 Each line of its input is a prompt: a JSON array of token ids.
 """

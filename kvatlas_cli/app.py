@@ -59,7 +59,7 @@ SUMMARIES = {
     "layout": "List the store's layouts, switch to another one that is filled, or delete one.",
     "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
     "doctor": "Check if requests would be served well now, and print every finding with its fix; exit code 1 on errors.",
-    "top": "Show workers, lag, hit rates and routers' answers live in a terminal; elsewhere print them once.",
+    "top": "Show the workers live in a terminal, until Ctrl-C; elsewhere print them once.",
     "auth": "Write users of NATS and of Redis, with their permissions.",
     "overlap": "Show how much of a prompt each worker and shared store holds: resident and usable blocks and "
     "tokens, by tier.",

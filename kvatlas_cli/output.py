@@ -6,11 +6,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvatlas.quantities import age_text as age_text
 from kvatlas.quantities import count_text as count_text
 from kvatlas_cli.logs import notice_text, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PLAIN_WIDTH = 240
 """Width of tables for programs and files."""
@@ -54,14 +57,21 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
             print("\n".join(_paragraph(columns, row, width)))
         return
     from rich.console import Console
+
+    Console(width=width, highlight=False, markup=False).print(make_table(title, columns, rows))
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+    """A table for rich's console, whose long cells are folded; letters that command a terminal are spelled out."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console(width=width, highlight=False, markup=False).print(table)
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
 
 
 def _table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:

@@ -134,7 +134,15 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             counters.gone,
         )
         objects = ObjectHolders(parts.fleet, parts.catalogue.records)
-        relay = AnswerRelay(engines, parts.progress, counters, parts.addresses, objects, ask_usage=settings.ask_usage)
+        relay = AnswerRelay(
+            engines,
+            parts.progress,
+            counters,
+            parts.addresses,
+            objects,
+            ask_usage=settings.ask_usage,
+            priorities=settings.engine_priority,
+        )
         admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
         stack.push_async_callback(admission.close)
         tries = WorkerTries(

@@ -170,9 +170,8 @@ class RouterClient:
 
         `redis`: the store's URL, or a `RedisAccess` with certificates. `wait`: try again, with back-off, if the store is
         unreachable or no indexer has created a layout yet; `on_wait` gets a line each time (default: a warning in the log).
-        Raises Unreachable (without
-        `wait`), InvalidValue for the URL, LayoutMismatch if the store's layout has another version, or (without `wait`) if
-        it has none yet.
+        Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store's layout has another
+        version, or (without `wait`) if it has none yet.
         """
         on_wait = on_wait or _log.warning
         async with connected_store(redis, wait=wait, on_wait=on_wait) as store:

@@ -22,9 +22,8 @@ class BookingSettings:
     that a worker is computing does not count until its events confirm it. `again_factor`: the cost of computing a
     prefix that another worker is computing right now, as a multiple of its prefill: 1 counts the work that is done
     twice once more. `interference_factor`: the cost of a microsecond of another request's delay, as a multiple of one
-    of this request's own; computing a prompt delays each request that its worker is answering, and those that arrive
-    before it is computed (0: neither counts). `lease_s`: seconds that a router's reservations outlive it; `longest_s`:
-    the longest life of a reservation.
+    of this request's own; computing a prompt delays each request that its worker is answering. `lease_s`: seconds
+    that a router's reservations outlive it; `longest_s`: the longest life of a reservation.
 
     A prediction is believed for `confirm_s` after its prefill, until the engine's events confirm it. A worker without
     events is believed to hold what it computed for `predicted_s` after its last use, up to `predicted_capacity_blocks` if

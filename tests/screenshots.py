@@ -4,7 +4,6 @@ Takes two minutes, and needs Debian's `chromium` and `prometheus`. The dashboard
 own queries, because no Grafana is needed for that: titles, units and legends are the dashboards'.
 """
 
-import io
 import shutil
 import sys
 import tempfile
@@ -20,9 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 from PIL import Image
 from playwright.async_api import Page, async_playwright
-from rich.console import Console
-from rich.terminal_theme import MONOKAI
-from rich.text import Text
 
 from k8s.dashboards.dashboards import DASHBOARDS, Dashboard, Panel
 from kvatlas.embedded.free_port import LOOPBACK, free_port
@@ -30,11 +26,10 @@ from kvatlas_simulator.demo.load_generator import send_workload
 from kvatlas_simulator.workload import Workload, chat_settings, generate_workload
 from tests.deployment.test_alerts import FILE
 from tests.end_to_end.prometheus import Prometheus
-from tests.end_to_end.test_observability import ScrapedFleet, running_fleet
+from tests.end_to_end.test_observability import running_fleet
 from tests.end_to_end.test_status_page import CHROMIUM, SIZES
 from tests.eventually import until
 from tests.http_client import http_client
-from tests.kvatlas_cli.top.pseudo_terminal import TERMINAL, kvatlas_in_terminal
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 MODEL = "m"
@@ -66,7 +61,6 @@ async def main() -> None:
                     tasks.start_soon(send_workload, workload, MODEL, router, 1.0, lambda _: None)
                     await anyio.sleep(LOAD_S)
                     await shoot_pages(router, f"http://{LOOPBACK}:{status}", workload)
-                    await shoot_top(fleet)
                     tasks.cancel_scope.cancel()
                 for board in DASHBOARDS:
                     await draw(board, prometheus.url, began_s, began_s + LOAD_S)
@@ -113,33 +107,6 @@ async def probe(page: Page, prompt: str) -> None:
     await page.select_option("select[name=kind]", "tokens")
     await page.get_by_role("button", name="Probe").click()
     await page.wait_for_selector("section#answer")
-
-
-# ---------------------------------------------------------------- kvatlas top
-
-
-async def shoot_top(fleet: ScrapedFleet) -> None:
-    """Its screens of a terminal of 80 columns: the fleet, sorted by blocks, and one worker."""
-    flags = ["--nats-url", fleet.nats_url, "--redis-url", fleet.redis_url]
-    with kvatlas_in_terminal("top", *flags) as terminal:
-        await terminal.until_shown("workers routable")
-        terminal.press("ss")
-        await terminal.until_shown("sort (blocks)")
-        await anyio.sleep(5)  # rates are of two looks
-        first = await terminal.until_shown("sort (blocks)")
-        terminal.press("\r")
-        second = await terminal.until_shown("q back")
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
-        page = await browser.new_page(device_scale_factor=1.5)
-        for name, screen in (("top", first), ("top-worker", second)):
-            console = Console(width=TERMINAL[0], record=True, file=io.StringIO(), highlight=False)
-            console.print(Text.from_ansi(screen))
-            await page.set_content(console.export_html(theme=MONOKAI, inline_styles=True))
-            await page.add_style_tag(content="pre { display: inline-block; padding: 1em }")
-            await page.locator("pre").screenshot(path=FOLDER / f"{name}.png")
-            shrink(FOLDER / f"{name}.png")
-        await browser.close()
 
 
 # ---------------------------------------------------------------- panels

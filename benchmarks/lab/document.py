@@ -19,15 +19,10 @@ HEAD = """# Routing policies compared
 Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its commit, machine and run time.
 Conclusions: [replay](replay.md).
 
-Requests are replayed against simulated engines in **virtual time**: the figures don't depend on the machine, and equal seeds
-give equal figures. kvatlas runs its real ledger, wire codec, index, cost model, reservations and learned rates; a test compares
-the engines' steps with those of the project's simulator. Step costs: in the chapters on workloads and terms those of a
-70-billion-parameter model on four accelerators (`benchmarks/lab/grid.py` derives them), in the one on events the simulator's
-defaults, roughly an 8-billion-parameter model on one. None is measured on a card. Seeds shift each session by up to 3 s, or by
-the tick of the trace's clock.
-
-`kvatlas replay --help` explains the policies. The oracle sees the true caches, queues and costs when a request arrives, and
-sends it to the engine that would answer it soonest. It can't see later requests, so it is no bound for the whole workload.
+Requests are replayed against simulated engines in virtual time, with kvatlas' real ledger, index, cost model and reservations
+([how](replay.md)). Step costs in the chapters on workloads and terms are those of a 70-billion-parameter model on four
+accelerators (`benchmarks/lab/grid.py` derives them); in the chapter on events, roughly those of an 8-billion-parameter model on
+one. None is measured on a card. `kvatlas replay --help` explains the policies.
 """
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 

@@ -238,7 +238,7 @@ def _asks() -> dict[str, bytes]:
 
 
 def _kind(chain: int) -> list[Any]:
-    return [chain, 10**9, 0, 40.0, 5_000.0, 5.0, 1_024, 40.0, 0.0005, 0.0, MOST_US, 10**9, 0.0, 0.0]
+    return [chain, 10**9, 0, 40.0, 5_000.0, 5.0, 1_024, 40.0, 0.0005, 0.0, MOST_US, 10**9, 0.0]
 
 
 def _report(number: int, *, sampled: int = 1, covered: int = -1) -> list[Any]:

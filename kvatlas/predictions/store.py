@@ -37,8 +37,3 @@ async def read_stored_reports(store: Store, pool_id: str, now_us: int) -> dict[s
         if ends_us.isdigit() and int(ends_us) > now_us:
             reports[router_id.decode()] = StoredReport(AnswerReport.unpack(packed), int(ends_us) - KEEP_US)
     return reports
-
-
-async def read_answer_reports(store: Store, pool_id: str, now_us: int) -> dict[str, AnswerReport]:
-    """The reports of `read_stored_reports`, without their times."""
-    return {id: stored.report for id, stored in (await read_stored_reports(store, pool_id, now_us)).items()}

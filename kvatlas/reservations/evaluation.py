@@ -98,7 +98,7 @@ class Candidates(NamedTuple):
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
-    """The offer to a worker that holds so much of the prompt, from its row of look-alikes in an ask with a lookup."""
+    """The offer to a worker that holds this much of the prompt, from its row of look-alikes in an ask with a lookup."""
     assert ask.lookup is not None
     row_offer = ask.look_alikes[row].offer
     kind, base_us, work_us = row_offer.kind, row_offer.base_us, row_offer.work_us
@@ -111,7 +111,7 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
 
 
 def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
-    """The first of the sources that are free, else the one that is free first; None without any."""
+    """The first of the sources that are free, otherwise the one that becomes free first; None without any."""
     if fetching is None:
         return None
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
@@ -172,13 +172,11 @@ def left_us(prices: Prices, work_us: float, cached_tokens: int, tokens: int) -> 
     return work_us - (worth_us(prices, tokens) - worth_us(prices, cached_tokens))
 
 
-def interference_us(interference: float, arrivals: float, left_us: float, running: int, backlog_us: float) -> float:
-    """Cost of delaying other requests of a worker with a prompt that takes `left_us` to compute: the `running` ones, because
-    an engine computes prompt tokens in the same steps as its decodes (chunked prefill; Agrawal et al., Sarathi-Serve, 2024),
-    and the first tokens of those that come until then, because they wait behind it. A request that comes while the prompt is
-    computed waits for half of it on average."""
-    left = max(0.0, left_us)
-    return left * (interference * running + arrivals * (backlog_us + left / 2))
+def interference_us(interference: float, left_us: float, running: int) -> float:
+    """Cost of delaying a worker's `running` requests. An engine computes prompt tokens in the same steps as its decodes
+    (chunked prefill), so each open request waits about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
+    2024)."""
+    return interference * max(0.0, left_us) * running
 
 
 def ready_us(offer: Offer, found: OfferEvaluation, now_us: int) -> int:
@@ -218,8 +216,7 @@ def evaluate_offer(
         again = in_flight - cached
         score = score + ask.again_factor * (worth_us(prices, in_flight) - worth_us(prices, cached))
     work = left_us(prices, offer.work_us, offer.cached_tokens, cached)
-    kind = offer.kind
-    score = score + interference_us(kind.interference, kind.arrivals, work, load.running_decodes, backlog)
+    score = score + interference_us(offer.kind.interference, work, load.running_decodes)
     over, missed = 0, 0.0
     if ask.limits is not None:
         over, missed = _check_slo(ask.limits, limit, work + backlog + wait, load_us)

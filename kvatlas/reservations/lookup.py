@@ -21,12 +21,12 @@ MOST_ODD_BYTES = 32_768
 
 
 class LookupImpossible(KvatlasError):
-    """What the workers of an ask hold has to be looked up apart."""
+    """What the workers of an ask hold has to be looked up separately."""
 
 
 class NotInHbm(LookupImpossible):
-    """The cheapest worker of an ask with a lookup holds blocks in other tiers. What reading those costs is known only to who
-    asks; without it, the worker is too cheap."""
+    """The cheapest worker of an ask with a lookup holds blocks in other tiers. Only the caller knows what
+    reading those costs, so the worker's price here is too low."""
 
 
 class IndexUnreadable(LookupImpossible):
@@ -81,7 +81,7 @@ class Lookup:
     workers that hold no block of the prompt.
 
     Several rows may have one likeness: the first is for all its workers but the `odd` ones, which have the row of that number.
-    Marks are not looked at: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which
+    Marks are not read: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which
     costs `home_us` less than its row.
     """
 

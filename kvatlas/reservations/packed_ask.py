@@ -137,7 +137,6 @@ def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
         kind.believed_us,
         kind.capacity_steps,
         kind.interference,
-        kind.arrivals,
     )
 
 

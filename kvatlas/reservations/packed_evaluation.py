@@ -1,4 +1,4 @@
-"""The store's answer to an ask, and the evaluations in it, made when they are read."""
+"""The store's answer to an ask, and the evaluations in it, computed when they are read."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite

@@ -1,9 +1,9 @@
 """The order in which a pool's waiting requests get a worker. Pure; its twin is `functions/_queue.lua`.
 
 1. **Priority**: lower first.
-2. **Tenants**: the one that got least. A tenant's counter grows with the service that its requests take, divided by its weight
-   (`kvatlas.reservations.waiting_request.units`). One that begins to wait in a lane starts where the others there are: neither
-   idling nor waiting elsewhere saves anything up. When a request ends, its answer's actual length replaces the estimate.
+2. **Tenants**: the one that has received least. A tenant's counter grows with the service that its requests take, divided by
+   its weight (`kvatlas.reservations.waiting_request.units`). One that begins to wait in a lane starts where the others there
+   are: idling or waiting elsewhere gains nothing. When a request ends, its answer's actual length replaces the estimate.
 3. **Within a tenant**: requests of programs that already run come before the first ones of new programs; then those whose
    deadline is nearest; then those that arrived first.
 
@@ -48,8 +48,8 @@ MOST_COUNTER = 9_000_000_000_000_000
 
 
 class _Key(NamedTuple):
-    """A request's order among those of all lanes. `order`: rank, counter, place; never before that of the one before it in its
-    lane, of which it is number `number`."""
+    """A request's order among those of all lanes. `order`: rank, counter, place; never before its predecessor's in the
+    lane. `number`: its number in the lane."""
 
     order: tuple[int, int, LinePlace]
     number: int
@@ -251,7 +251,7 @@ class PoolQueue:
         self._set_counter(charge.account, self._counters[charge.account] + more * 1_000 // charge.weight_milli)
 
     def turns(self, router_id: str, left: Iterable[bytes], rows: Sequence[WaitingRequest], now: int) -> Turns:
-        """Remove the requests that `left`, add others, and tell which of the router's requests may be tried."""
+        """Remove the requests that `left`, add others, and return which of the router's requests may be tried."""
         self.renew_lease(router_id, now)
         for id in left:
             self.remove(id, now)
@@ -275,7 +275,7 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """Within the limits, or within its tenant's share of them: a tenant that fills the queue keeps no other one out."""
+        """Within the limits, or within its tenant's share of them: a tenant that fills the queue keeps no other tenant out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)
         if waiting < limits.requests and (not waiting or state.tokens + tokens <= limits.tokens):

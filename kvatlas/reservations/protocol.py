@@ -66,7 +66,7 @@ class OfferKind(NamedTuple):
     predicted prefix of n tokens, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction is believed for
     `believed_us` after its expected time; on workers whose events confirm nothing, up to `capacity_steps` steps are believed
     (0: events confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the worker's
-    open requests; `arrivals`: requests that come to a worker in a microsecond, each of which waits for prompts before it.
+    open requests.
     """
 
     chain: int | None
@@ -76,7 +76,6 @@ class OfferKind(NamedTuple):
     believed_us: int
     capacity_steps: int = 0
     interference: float = 0.0
-    arrivals: float = 0.0
 
 
 class Fetching(NamedTuple):

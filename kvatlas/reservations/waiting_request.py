@@ -1,4 +1,4 @@
-"""Requests that wait for a worker with room: what a router says of them, and what it gets to know.
+"""Requests that wait for a worker with room: what a router sends, and what it learns.
 
 The order of a pool's waiting requests is decided in one place (`kvatlas.reservations.pool_queue`), for all routers.
 """

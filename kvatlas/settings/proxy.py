@@ -127,7 +127,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "redis_url host port tokenizer replica",
-        "Engines": "max_attempts continue_answers disaggregate credentials_to",
+        "Engines": "max_attempts continue_answers engine_priority disaggregate credentials_to",
         "Clients": "clients_file allow_path request_hints cors_origins held_s held_requests access_log record",
         "Operators": "control_host control_port control_token_file",
         "HTTP server": "processes share_port drain_s grace_s",
@@ -149,6 +149,11 @@ class ProxySettings(RoutingSettings, ClientSettings):
         default="off",
         description="Streams that another worker goes on with if their engine dies in mid-answer: none, those with temperature "
         "0 or a seed, or all.",
+    )
+    engine_priority: bool = Field(
+        default=False,
+        description="Send vLLM (--scheduling-policy priority) each request's priority: those with little to compute first, "
+        "within a bound.",
     )
     disaggregate: bool = Field(
         default=True,

@@ -72,7 +72,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "engine worker_id model_id endpoint engine_url",
-        "Engine's events": "replay_endpoint topic bind events source engine_id hash_chain set_semantics distrust_poison",
+        "Engine's events": "replay_endpoint topic bind events engine_id hash_chain set_semantics distrust_poison",
         "Worker": "advertise_url dp_rank dp_size role bootstrap_port locality_domain labels",
         "Fetching KV from other engines": "kv_connector kv_port kv_tiers transfer_groups",
         "Model and blocks": "tokenizer_id tenant_id salt_is_tenant adapter_ids block_size block_bytes model_config_path "
@@ -92,11 +92,6 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         default=True,
         description="The engine publishes KV events. Without them, routers predict its cache from the requests "
         "that they send to it.",
-    )
-    source: Literal["-"] | None = Field(
-        default=None,
-        description="Source of batches of the open event forms, if it is not a ZMQ socket: - for JSON lines on "
-        "standard input. The status page accepts them too (POST /events).",
     )
     engine_id: Name | None = Field(
         default=None,
@@ -254,10 +249,6 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         server. An engine with events needs `endpoint`, one without needs `engine_url`. TensorRT-LLM's events are read at
         `engine_url`."""
         settings = super().load(**flags)
-        if settings.source is not None and settings.engine is not EngineKind.OPEN:
-            raise SettingsError(
-                f"--source is {settings.source}, but --engine is {settings.engine.value}; expected --engine open"
-            )
         if settings.engine is EngineKind.STORE:
             settings._check_store()
             return settings
@@ -271,10 +262,12 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         drained = settings.events and settings.engine is EngineKind.TENSORRT_LLM
         if drained:
             settings._check_drained()
-        elif settings.engine is EngineKind.OPEN and settings.events:
-            settings._check_open()
         elif settings.events and settings.endpoint is None:
-            raise SettingsError(missing_line("endpoint", "expected the engine's event socket, or --no-events"))
+            if settings.engine is not EngineKind.OPEN:
+                raise SettingsError(missing_line("endpoint", "expected the engine's event socket, or --no-events"))
+            if settings.status_port is None:
+                expected = "expected the engine's event socket, or --status-port for POST /events"
+                raise SettingsError(missing_line("endpoint", expected))
         if not settings.events and settings.engine_url is None:
             expected = "expected the engine's HTTP address, the only source with --no-events"
             raise SettingsError(missing_line("engine_url", expected))
@@ -290,20 +283,6 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
                 raise SettingsError(f"{flag} is given without --kv-connector; set both")
         if self.kv_connector is KvConnector.P2P and self.engine not in (EngineKind.VLLM, EngineKind.MOCK):
             raise SettingsError(f"--kv-connector is p2p, but --engine is {self.engine.value}; expected --engine vllm")
-
-    def _check_open(self) -> None:
-        """Check that batches come from a socket, from standard input, or to the status page."""
-        if self.source is not None and self.endpoint is not None:
-            raise SettingsError(f"--source is {self.source}, and --endpoint {self.endpoint}; expected one of them")
-        if self.source is not None and self.dp_size is not None:
-            raise SettingsError(
-                f"--source is {self.source}, and --dp-size {self.dp_size}; run one process per rank instead"
-            )
-        if self.source is None and self.endpoint is None and self.status_port is None:
-            expected = (
-                "expected the engine's event socket, --source - for JSON lines, or --status-port for POST /events"
-            )
-            raise SettingsError(missing_line("endpoint", expected))
 
     def _check_store(self) -> None:
         """Check a shared store: it has no engine addresses, and routers need its block size to look prompts up."""

@@ -1,6 +1,7 @@
 """`kvatlas workers`: the workers that the indexers know."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvatlas.blocks.digest import WORDS, Digest
@@ -14,6 +15,21 @@ from kvatlas_cli.runner import run_query
 from kvatlas_cli.store_connection import connect_store, open_index
 from kvatlas_cli.worker_state import state_word
 
+COLUMNS = (
+    "worker",
+    "engine",
+    "model",
+    "state",
+    "liveness",
+    "blocks",
+    "resumable",
+    "running",
+    "waiting",
+    "cache",
+    "incarnation",
+    "age",
+)
+
 
 @with_settings(QuerySettings)
 def workers(settings: QuerySettings, as_json: JsonFlag = False) -> None:
@@ -25,29 +41,23 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
     async with connect_store(settings) as store:
         index = await open_index(store, settings)
         records = await FleetStore(store).all()
+        if not as_json:
+            print_workers(await read_rows(index, records))
+            return
         held = {worker_id: await _count_held(index, worker_id) for worker_id in records}
     now_us = time.time_ns() // 1_000
-    if as_json:
-        print_json([_jsonable(records[worker_id], held[worker_id], now_us) for worker_id in sorted(records)])
-        return
-    print_table(
-        count_text(len(records), "worker"),
-        (
-            "worker",
-            "engine",
-            "model",
-            "state",
-            "liveness",
-            "blocks",
-            "resumable",
-            "running",
-            "waiting",
-            "cache",
-            "incarnation",
-            "age",
-        ),
-        [_row(records[worker_id], held[worker_id], now_us) for worker_id in sorted(records)],
-    )
+    print_json([_jsonable(records[worker_id], held[worker_id], now_us) for worker_id in sorted(records)])
+
+
+async def read_rows(index: RedisIndex, records: Mapping[str, FleetRecord]) -> list[tuple[str, ...]]:
+    """A row of COLUMNS for each worker, by name. Raises Unreachable."""
+    now_us = time.time_ns() // 1_000
+    return [_row(record, await _count_held(index, name), now_us) for name, record in sorted(records.items())]
+
+
+def print_workers(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print what `read_rows` returned."""
+    print_table(count_text(len(rows), "worker"), COLUMNS, rows)
 
 
 class _Held(NamedTuple):

@@ -270,6 +270,9 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
         raise Unreachable(line) from error
     except (ValueError, LookupError, TypeError) as error:
         raise Unreachable(f"engine at {url} does not list a model; give it with model=") from error
+    version = await _get_json(client, "/version")
+    if isinstance(version, Mapping) and str(version.get("server", "")).startswith("kvatlas"):
+        raise Unreachable(f"{url} is a {version['server']:.40}, not an engine; give the engines' own addresses")
     if all(card.get("parent") for card in cards):
         raise Unreachable(f"engine at {url} does not list a model; give it with model=")
     return cards

@@ -91,7 +91,7 @@ class Admission:
     ) -> Booked:
         """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks up a header by its
         lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'. `weight`: its tenant's share of the
-        queue. `wait`: is filled if it waits.
+        queue. `wait`: filled in if it waits.
 
         Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
         """

@@ -158,8 +158,8 @@ class AdmissionQueue:
     async def admit(
         self, pool_id: str, request: WaitingRequest, book: Book[T], wait: Wait, wait_s: float | None = None
     ) -> T:
-        """A booking, in turn. `wait`: is filled if it waits. `wait_s`: how long it may wait, if
-        shorter than the settings say.
+        """A booking, in turn. `wait`: filled in if it waits. `wait_s`: how long it may wait, if
+        less than in the settings.
 
         Raises QueueFull, and what `book` raises.
         """

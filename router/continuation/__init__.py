@@ -3,11 +3,15 @@
 reasons.py          which answers can go on, and why others can't
 chunk.py            one event of a stream, as far as a continuation needs it
 edits.py            changes in an event's bytes that leave all others as they are
+thoughts.py         reasoning and content as one text
+events.py           streams of named events, which go on as chats:
+messages.py         Anthropic's messages
+responses.py        OpenAI's responses
 chat_events.py      chats, which go on as completions if their token ids are known
-messages.py         Anthropic's messages, which go on as chats
 generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer
 sent_answer.py      what the client has of an answer
+cuts.py             where it is cut
 seam.py             the events that follow it without a seam
 """

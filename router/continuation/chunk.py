@@ -8,17 +8,20 @@ from kvatlas.runtime.json_text import decode
 from kvatlas_router.continuation.reasons import Why
 
 _SILENT = frozenset({"role", "content"})
-_REASONING = frozenset({"reasoning", "reasoning_content"})
+_REASONING = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`text`: its part of the answer. `ids`: the part's token ids, if the engine gives them; `prompt_ids`: the prompt's.
+    """`text`: its part of the answer. `reasoning`: its part of what precedes that, with the fields that have it (`thinks_in`).
+    `ids`: the part's token ids, if the engine gives them; `prompt_ids`: the prompt's.
     `opens`: only a role. `says`: false if it has nothing but token ids. `finish`: the finish reason; `stop`: the stop string.
     `has_choice`: false for a usage. `is_plain`: nothing in it belongs to single tokens. `other`: why an answer with this event
     can't go on."""
 
     text: str = ""
+    reasoning: str = ""
+    thinks_in: tuple[str, ...] = ()
     ids: Sequence[int] | None = None
     prompt_ids: Sequence[int] | None = None
     opens: bool = False
@@ -49,17 +52,20 @@ def read_chunk(data: bytes) -> Chunk:
     delta = choice.get("delta")
     said = delta if isinstance(delta, dict) else {}
     text = said.get("content") if "delta" in choice else choice.get("text")
-    others = {name for name, value in said.items() if value and name not in _SILENT}
+    thinks_in = tuple(name for name in _REASONING if isinstance(said.get(name), str) and said[name])
+    others = {name for name, value in said.items() if value and name not in _SILENT and name not in thinks_in}
     finish, ids = choice.get("finish_reason"), choice.get("token_ids")
     if isinstance(ids, list) and "output_mode" in decoded and "text" not in choice:
         text = text_of_ids(ids)
     prompt_ids = decoded.get("prompt_token_ids")
     return Chunk(
         text=text if isinstance(text, str) else "",
+        reasoning=said[thinks_in[0]] if thinks_in else "",
+        thinks_in=thinks_in,
         ids=ids if isinstance(ids, list) else None,
         prompt_ids=prompt_ids if isinstance(prompt_ids, list) else None,
         says=bool(said) or "delta" not in choice or finish is not None,
-        opens=bool(said.get("role")) and not text and not others and finish is None,
+        opens=bool(said.get("role")) and not (text or others or thinks_in) and finish is None,
         finish=finish if isinstance(finish, str) else None,
         stop=stop if isinstance(stop := choice.get("stop_reason", choice.get("matched_stop")), str) else None,
         usage=usage,
@@ -76,6 +82,4 @@ def text_of_ids(ids: Sequence[int]) -> str:
 def _why(others: set[str]) -> Why | None:
     if not others:
         return None
-    if others & _REASONING:
-        return Why.REASONING
     return Why.TOOL_CALL if others & {"tool_calls", "function_call"} else Why.UNREADABLE

@@ -17,7 +17,8 @@ _USAGE = re.compile(rb'"usage"\s*:\s*(' + _OBJECT + rb")")
 _TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[\d,\s]*\]')
 _PROMPT_TOKEN_IDS = re.compile(rb'("prompt_token_ids"\s*:\s*)\[[\d,\s]*\]')
 _OFFSETS = re.compile(rb'("text_offset"\s*:\s*\[)([\d,\s]*)\]')
-_ANSWER = re.compile(rb'("(?:content|text)"\s*:\s*)(' + _TEXT + rb")")
+_ANSWER = re.compile(rb'("(?:content|text|thinking)"\s*:\s*)(' + _TEXT + rb")")
+_DELTA = re.compile(rb'("delta"\s*:\s*)\{(?:[^{}"]|' + _TEXT + rb")*\}")
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*(null|' + _TEXT + rb")")
 _STOP = re.compile(rb'"stop_reason"\s*:\s*(null|-?\d+|' + _TEXT + rb")")
 _OWN_IDS = re.compile(rb'("token_ids"\s*:\s*)(?:null|\[[\d,\s]*\])')
@@ -84,6 +85,12 @@ def with_offsets(raw: bytes, letters: int) -> bytes:
 def with_text(raw: bytes, text: str) -> bytes:
     """The event with another part of the answer."""
     return _ANSWER.sub(lambda found: found[1] + json.dumps(text, ensure_ascii=raw.isascii()).encode(), raw, count=1)
+
+
+def with_delta(raw: bytes, delta: Mapping[str, str]) -> bytes:
+    """The chat's event with another delta."""
+    text = json.dumps(delta, separators=(",", ":"), ensure_ascii=raw.isascii())
+    return _DELTA.sub(lambda found: found[1] + text.encode(), raw, count=1)
 
 
 def with_ids(raw: bytes, ids: Sequence[int]) -> bytes:

@@ -17,7 +17,6 @@ class ContinueMode(StrEnum):
 class Why(StrEnum):
     """Why an answer was not continued."""
 
-    API = "api"  # the API allows no partial last message
     SAMPLED = "sampled"  # neither temperature 0 nor a seed
     CHOICES = "choices"  # several choices or prompts
     BEAMS = "beams"
@@ -26,8 +25,9 @@ class Why(StrEnum):
     AUDIO = "audio"
     PENALTIES = "penalties"  # engines count only what they generated themselves
     TEMPLATE = "template"  # the client's own template or form
+    TOKENS = "tokens"  # they were not known in time
     OBJECT = "object"  # only the engine has what the request names
-    REASONING = "reasoning"  # no engine takes a partial one, and only token ids go on behind it
+    REASONING = "reasoning"  # only token ids go on in it and behind it, and they or its markers are not known
     TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form
@@ -48,7 +48,6 @@ class CannotContinue(KvatlasError):
         self.why = why
 
 
-CONTINUED_APIS = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.GENERATE, Api.TOKENS)
 _GUIDES = (
     "structured_outputs",
     "guided_json",
@@ -78,8 +77,6 @@ _FREE = ("auto", "none")
 def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
     """Why this request's stream can't go on elsewhere, as far as its body says; None if it can."""
     body = {**text.body, **text.sampling}
-    if text.api not in CONTINUED_APIS:
-        return Why.API
     deterministic = is_deterministic(text)
     if mode is ContinueMode.DETERMINISTIC and not deterministic:
         return Why.SAMPLED
@@ -89,6 +86,8 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
         return Why.BEAMS
     if body.get("echo"):
         return Why.ECHO
+    if body.get("include_reasoning") is False:
+        return Why.REASONING
     if _is_guided(text):
         return Why.GUIDED
     modalities = body.get("modalities")
@@ -116,8 +115,9 @@ def _is_guided(text: TextRequest) -> bool:
     form = body.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
         return True
-    config, choice = body.get("output_config"), body.get("tool_choice")
-    if isinstance(config, dict) and config.get("format") is not None:
+    config, choice = body.get("output_config", body.get("text")), body.get("tool_choice")
+    form = config.get("format") if isinstance(config, dict) else None
+    if form is not None and form != {"type": "text"}:
         return True
     choice = choice.get("type") if isinstance(choice, dict) and text.api is Api.MESSAGES else choice
     return bool(body.get("tools")) and choice not in (None, *_FREE)
@@ -127,6 +127,10 @@ def _has_own_form(text: TextRequest) -> bool:
     body = {**text.body, **text.sampling}
     if any(body.get(name) is not None for name in _OWN_FORMS):
         return True
+    if text.api is Api.RESPONSES:
+        include = body.get("include")
+        shows_tokens = isinstance(include, list) and "message.output_text.logprobs" in include
+        return shows_tokens or bool(body.get("background")) or body.get("truncation") == "auto"
     if text.api is not Api.CHAT:
         return False
     goes_on = body.get("continue_final_message") is True

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
-from kvatlas_router.continuation.messages import chat_body
+from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -20,7 +20,7 @@ DEFAULT_GENERATE_TOKENS = 128
 MOST_PROMPT_IDS = 1 << 15
 """Engines return the prompt's ids too, in one event. Longer chats go on as text; answers to longer prompts of ids are repeated
 from their beginning."""
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 _LEAST = ("min_tokens", "min_new_tokens")
 _DEFAULTS = {
     Api.COMPLETIONS: ("max_tokens", DEFAULT_COMPLETION_TOKENS),
@@ -44,6 +44,12 @@ _OF_CHATS = (
     "modalities",
 )
 """Fields that decide a chat's prompt and form, which a completion does not need."""
+_SAME = (
+    *("model", "stream", "cache_salt", "max_tokens", "min_tokens", "ignore_eos", "seed", "stop", "logit_bias"),
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
+"""Fields that messages and responses share with chats, some by other names."""
 
 
 def most_tokens(text: TextRequest) -> int | None:
@@ -132,7 +138,13 @@ def body_of_rest(text: TextRequest, sent: str, ids: Sequence[int], tokens: int) 
 
 
 def _as_chat(text: TextRequest) -> TextRequest:
-    return text if text.api is not Api.MESSAGES else replace(text, api=Api.CHAT, body=chat_body(text))
+    """The chat of a request, which streams its usage."""
+    if text.api not in (Api.MESSAGES, Api.RESPONSES):
+        return text
+    named = {name: name for name in _SAME} | _RENAMED
+    same = {chat: text.body[name] for name, chat in named.items() if text.body.get(name) is not None}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    return replace(text, api=Api.CHAT, body={**as_chat(text).body, **same, "stream_options": options})
 
 
 def _shorter(text: TextRequest, tokens: int) -> dict[str, Any]:

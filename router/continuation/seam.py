@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
@@ -11,18 +11,21 @@ from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventPar
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
+from kvatlas_router.continuation.cuts import Cuts, Rest
+from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
-from kvatlas_router.continuation.messages import END, MessageEvents, is_end, read_message_event
+from kvatlas_router.continuation.messages import MessageEvents
 from kvatlas_router.continuation.reasons import CannotContinue, Why
+from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_request import (
-    begun_stop,
     body_of_ids,
     body_of_rest,
     has_ids,
-    most_tokens,
     stops_of,
 )
 from kvatlas_router.continuation.sent_answer import SentAnswer
+from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
+from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
@@ -35,18 +38,6 @@ DONE = b"data: [DONE]\n\n"
 _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
 """An event without a type has one of these if it is an error."""
 _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
-    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
-    `by_ids`: a conversation goes on as a completion of token ids."""
-
-    parts: int = 0
-    tokens: int = 0
-    lag: int | None = 0
-    by_ids: bool = False
 
 
 class Seam:
@@ -66,25 +57,26 @@ class Seam:
         self.why: Why | None = None
         self._text = text
         self.usage = WholeUsage()
-        self._message = MessageEvents() if text.api is Api.MESSAGES else None
+        self._form = _form_of(text.api)
         self._chat_events = ChatEvents() if text.api is Api.CHAT else None
         self._generate = GenerateEvents() if text.api is Api.GENERATE else None
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._with_ids = has_ids(text)
-        self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
         self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
-        self._most = most_tokens(text)
         self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q")
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
-        self._reasoned_ids = 0
-        """The ids up to the last part with reasoning."""
+        self._thoughts = Thoughts()
+        self._cuts = Cuts(text, self._sent, self._thoughts)
+        self._is_read = bool(text.body.get("tools") or text.body.get("logprobs") or text.media_items)
+        """The engine reads more than text from the tokens of this conversation."""
         self._resumed = self._speaks = self._by_ids = False
+        self._misfit = Why.TEMPLATE
         self._least_prompt_tokens = 0
         """Prompt tokens that the next engine should count; if it counts fewer, its template left something out."""
         self._base_letters = 0
@@ -128,18 +120,17 @@ class Seam:
             return b""
         if event.data.strip() == b"[DONE]":
             self.ended = True
-            raw = raw if self._message is None else END
+            raw = raw if self._form is None else self._form.end
         elif event.cut:
             self._give_up(Why.LONG)
         elif self._resumed:
             raw = self._follow(raw, self._read(event.data))
-        elif self._message is None:
+        elif self._form is None:
             raw = self._begin(raw, self._read(event.data))
-        elif (chunk := read_message_event(event)) is None:
-            self.ended = self.ended or is_end(event)
         else:
-            self._message.learn(event, raw, chunk)
-            raw = self._begin(raw, chunk)
+            if (chunk := self._form.read(event, raw)) is not None:
+                raw = self._begin(raw, chunk)
+            self.ended = self.ended or self._form.is_end(event)
         self.events += bool(raw)
         return raw
 
@@ -154,50 +145,64 @@ class Seam:
         if self._chat_events is not None:
             self._chat_events.learn(raw, chunk)
             self._prompt_ids.extend(chunk.prompt_ids or ())
-        if chunk.other is Why.REASONING and self._prompt_ids and chunk.ids is not None:
-            self._reasoned_ids = len(self._sent.ids) + len(chunk.ids)
-        elif chunk.other is not None:
+        if chunk.other is not None:
             self._give_up(chunk.other)
+        if chunk.reasoning or self._thoughts.thinks:
+            chunk = self._join(chunk)
+            if chunk.reasoning and chunk.usage is not None:
+                self.usage.think()
         self._record(chunk)
         if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
             return b""  # engines send it for its ids alone
-        return self._shown(raw, chunk) if self._message is None else raw
+        return self._shown(raw, chunk) if self._form is None else raw
+
+    def _join(self, chunk: Chunk) -> Chunk:
+        try:
+            return replace(chunk, text=self._thoughts.join(chunk.reasoning, chunk.text))
+        except CannotContinue as cannot:
+            self._give_up(cannot.why or Why.REASONING)
+            return chunk
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of another engine's answer. Empty if the client has it."""
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
-                raise CannotContinue(Why.TEMPLATE)
+                raise CannotContinue(self._misfit)
         if chunk.opens:
             return b""
-        if self._message is not None:
-            self._message.finish(chunk)
+        if self._form is not None:
+            self._form.finish(chunk)
         if not chunk.has_choice:
             if self._has_usage:
                 return b""
             self._record(chunk)
-            if self._message is not None:
-                return self._message.usage(self.usage.sum(chunk.usage or {})["completion_tokens"])
+            if self._form is not None:
+                self.usage.cap(self._cuts.most)
+                return self._form.usage(self.usage.sum(chunk.usage or {}))
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
+        if self._thoughts.markers is not None:
+            chunk = self._parse(chunk)
+        elif chunk.reasoning or self._thoughts.inside:
+            if self._thoughts.inside and chunk.usage is not None:
+                self.usage.think_more(chunk.usage)
+            chunk = replace(chunk, text=self._thoughts.follow(chunk.reasoning, chunk.text))
         if chunk.other is not None:
-            if sent.ahead or self._finished or chunk.other is Why.REASONING:
+            if sent.ahead or self._finished:
                 raise CannotContinue(Why.DIVERGED)
             self._give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
         if sent.silent and not sent.ahead and not chunk.text and (chunk.finish is None or has_it):
             sent.silent -= 1
-            self._record(chunk)
-            return b""
+            return self._drop(chunk)
         if sent.silent and not self._may_change(chunk) and not sent.ahead:
             raise CannotContinue(Why.DIVERGED)
         if sent.ahead or self._finished:
             rest = self._repeat(chunk)
             if not rest and (has_it or chunk.finish is None):
-                self._record(chunk)
-                return b""
-            raw = edits.with_text(raw, rest)
+                return self._drop(chunk)
+            raw = self._cut(raw, chunk, rest)
             if not rest and not self._hides_ids:
                 raw = edits.with_ids(raw, ())
         self._record(chunk)
@@ -205,17 +210,46 @@ class Seam:
             self._speaks, sent.silent = True, 0
         elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
-        if self._message is not None:
+        if self._form is not None:
             if chunk.other is not None:
-                raise CannotContinue(Why.DIVERGED)
-            return self._message.part(rest, last=chunk.finish is not None)
+                raise CannotContinue(chunk.other)
+            return self._form.part(*self._thoughts.write(rest), last=chunk.finish is not None)
         if self._generate is not None:
             return self._generate.write(raw, self.usage.sum(chunk.usage or {}), repeats=rest != chunk.text)
         if self._by_ids and self._chat_events is not None:
-            return self._shown(self._chat_events.part(raw, chunk, rest), chunk)
+            if self._thoughts.markers is not None and not rest and chunk.finish is None and self._hides_ids:
+                return b""
+            return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
+        self._thoughts.write(rest)
         raw = edits.without_role(edits.with_identity(raw, self._identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
+
+    def _cut(self, raw: bytes, chunk: Chunk, rest: str) -> bytes:
+        """The event with no more than this of its text."""
+        if not chunk.reasoning:
+            return edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
+        thought, ended, content = rest.partition(END_OF_REASONING)
+        if not ended and END_OF_REASONING in chunk.text:
+            thought, content = "", rest
+        said = dict.fromkeys(chunk.thinks_in, thought) if thought else {}
+        return edits.with_delta(raw, said | ({"content": content} if content else {}))
+
+    def _drop(self, chunk: Chunk) -> bytes:
+        """Of a part that the client has, only what ends it."""
+        self._record(chunk)
+        return b"" if self._form is None or chunk.finish is None else self._form.part("", "", last=True)
+
+    def _parse(self, chunk: Chunk) -> Chunk:
+        """A part of a completion as one of the conversation, and its reasoning's tokens."""
+        inside, markers = self._thoughts.inside, self._thoughts.markers
+        assert markers is not None
+        text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
+        if inside and chunk.usage is not None:
+            ids, end = chunk.ids or (), markers.ids[1]
+            behind = len(ids) - ids.index(end) if end in ids else int(not self._thoughts.inside)
+            self.usage.think_on(max(0, behind - (self._text.kind is EngineKind.SGLANG)))  # SGLang counts the end, too
+        return replace(chunk, text=text)
 
     def _repeat(self, chunk: Chunk) -> str:
         """The part's text behind what the client has."""
@@ -228,7 +262,9 @@ class Seam:
         else:
             raise CannotContinue(Why.DIVERGED)
         if rest and self._finished:
-            raise CannotContinue(Why.DIVERGED)
+            if self._form is None:
+                raise CannotContinue(Why.DIVERGED)
+            rest = ""  # its tokens were guessed, so it got no end at the limit
         if chunk.finish is not None and sent.ahead:
             if not (self._stops and chunk.finish == "stop"):
                 raise CannotContinue(Why.DIVERGED)
@@ -244,6 +280,7 @@ class Seam:
     def _record(self, chunk: Chunk) -> None:
         if not chunk.has_choice:
             self._has_usage = self._has_usage or chunk.usage is not None
+            self._finished = self._finished or self._form is not None
             return
         self._finished = self._finished or chunk.finish is not None
         if self.why is not None or chunk.opens:
@@ -279,82 +316,108 @@ class Seam:
         counts = self._has_usage or not self._text.wants_usage or self._generate is not None
         complete = self._finished and counts
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
-            return DONE if self._message is None else END
+            return DONE if self._form is None else self._form.end
         return None
 
-    def rest(self) -> Rest:
-        """What the client lacks, once its engine is gone. Raises CannotContinue."""
+    def is_at_limit(self, tokens: int) -> bool:
+        """True if no token may follow these."""
+        return self._cuts.is_at_limit(tokens)
+
+    def rest(self, most_parts: int | None = None) -> Rest:
+        """What the client lacks, once its engine is gone. `most_parts`: the next engine gets no more. Raises CannotContinue."""
         if self.why is not None:
             raise CannotContinue(self.why)
         sent, text = self._sent, self._sent.text
-        by_ids = self._chat_events is not None and self._chat_events.can_write and bool(self._prompt_ids)
-        if not by_ids and self._chat and (self._reasoned_ids or text.lstrip().startswith(THINKING)):
+        can_write = self._chat_events is not None and self._chat_events.can_write
+        by_ids = can_write and bool(self._prompt_ids) and not self._is_read
+        reasoned = self._thoughts.reasoned
+        if not by_ids and self._chat and text.lstrip().startswith(THINKING):
             raise CannotContinue(Why.REASONING)
-        letters = len(text) - begun_stop(text, self._stops)
-        at, kept = sent.letters, len(sent.parts)
-        while kept and not self._may_end(text, kept, at, letters, by_ids=by_ids):
-            kept -= 1
-            at -= len(sent.parts[kept].text)
+        if self._generate is not None and self._generate.whole is None:
+            most_parts = 0
+        kept, at = self._cuts.find(text, by_ids=by_ids, finished=self._finished, most_parts=most_parts)
         end = sent.end_of(kept)
         tokens = end.tokens
-        if end.ids <= self._reasoned_ids > 0:
-            raise CannotContinue(Why.REASONING)
+        reasoned = reasoned and not (by_ids and END_OF_REASONING in text[:at])
         if by_ids:
-            return Rest(kept, tokens, by_ids=True)
+            return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
         longest = max(map(len, self._stops), default=1)
-        return Rest(kept, tokens, None if self._message is not None else min(longest - 1, tokens))
-
-    def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
-        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
-        read the text as it is: templates may strip white space."""
-        last = self._sent.end_of(kept)
-        if self._most is not None and last.tokens >= self._most:
-            return False
-        if self._finished and kept >= self._sent.finished_at:
-            return False
-        if self._generate is not None and self._generate.whole is None:
-            return False
-        if not last.text:  # a token of a letter that is not complete, or one held back
-            return False
-        if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
-            return False
-        return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
-
-    def _gives_ids(self, kept: int) -> bool:
-        """True if the part's ids end with its text: an event of several may end within a letter."""
-        if self._letters_are_ids:
-            return True
-        return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1
+        lag = None if self._form is not None else min(longest - 1, tokens)
+        return Rest(kept, tokens, lag, reasoned=reasoned)
 
     def asks(self, rest: Rest) -> Api:
         """The API of the request for the rest."""
         if rest.by_ids:
             return Api.COMPLETIONS
-        return self._text.api if self._message is None else Api.CHAT
+        return self._text.api if self._form is None else Api.CHAT
 
     def of_engines(self, kind: EngineKind, model_id: str) -> None:
         """Set what the engines are: it decides how they read a conversation."""
         self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
 
+    @property
+    def model_id(self) -> str | None:
+        """The engines' model, once it is known."""
+        return self._text.model_id
+
     def by_ids(self, rest: Rest) -> Rest:
         """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
         CannotContinue."""
-        reads_more = self._text.body.get("tools") or self._text.body.get("logprobs") or self._text.media_items
-        if reads_more or (self._chat_events is not None and not self._chat_events.can_write):
+        if self._is_read or (self._chat_events is not None and not self._chat_events.can_write):
             raise CannotContinue(Why.TEMPLATE)
         return replace(rest, by_ids=True)
 
-    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
+    @property
+    def is_read(self) -> bool:
+        """True if only an engine can read the answer's tokens, since they may be tool calls, or must have logprobs."""
+        return self._is_read
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's token ids, if the first engine gave them."""
+        return self._prompt_ids
+
+    def with_markers(self, rest: Rest, markers: Markers, prompt_ids: Sequence[int], ids: Sequence[int]) -> Rest | None:
+        """The rest by these ids, if they agree with what the client has: so the model does mark its reasoning like that."""
+        inside = markers.is_open([*prompt_ids, *ids])
+        if rest.parts and inside != self._is_inside(rest):
+            return None
+        end = ids.index(markers.ids[1]) if markers.ids[1] in ids else len(ids)
+        sglang = self._text.kind is EngineKind.SGLANG  # counts the markers, too
+        apart = 0 if sglang or markers.is_open(prompt_ids) else 1
+        thought = min(len(ids), end + 1) if sglang else max(0, end - apart)
+        return replace(rest, by_ids=True, markers=markers, inside=inside, apart=apart, thought=thought)
+
+    def _is_inside(self, rest: Rest) -> bool:
+        return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)
+
+    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
         """The body for the rest by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the
         answer so far."""
-        return body_of_ids(self._text, prompt_ids, ids, tokens)
+        shown = {} if rest.markers is None else {"skip_special_tokens": False}
+        return body_of_ids(self._text, prompt_ids, ids, tokens) | shown
+
+    def body_of_raw(self, raw: str, tokens: int) -> dict[str, Any]:
+        """The body of a chat for the rest of an answer with reasoning. `raw`: what the model has generated of it."""
+        return body_of_rest(self._text, raw, (), tokens)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
         if rest.by_ids:
-            return body_of_ids(self._text, self._prompt_ids, ids, tokens)
+            return self.body_of_ids(self._prompt_ids, ids, tokens, rest)
         return body_of_rest(self._text, self.text_of(rest), ids, tokens)
+
+    def ids_of(self, rest: Rest) -> Sequence[int]:
+        """The token ids of the answer that the next engine gets, as far as the engines gave them."""
+        return self._sent.ids_of(rest.parts)
+
+    def trusts(self, rest: Rest, tokens: int) -> bool:
+        """May this be the number of the tokens that were read from the answer's text? Parsers remove white space behind
+        reasoning."""
+        if rest.lag is None:
+            return self._is_inside(rest) or self._thoughts.keeps
+        return abs(rest.tokens - tokens) <= rest.lag
 
     def text_of(self, rest: Rest) -> str:
         """The answer that the next engine gets."""
@@ -367,6 +430,10 @@ class Seam:
         self._base_letters = sent.letters
         self.usage.before = tokens
         self._by_ids = rest.by_ids
+        self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
+        if self._form is not None and rest.markers is not None:  # its engines count at the end
+            self.usage.apart, self.usage.details = rest.apart, {"reasoning_tokens": rest.thought}
+        self._misfit = Why.TEMPLATE if rest.is_known else Why.TOKENS
         exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:
@@ -378,6 +445,15 @@ class Seam:
     def _give_up(self, why: Why) -> None:
         self.why = self.why or why
         self._sent.clear()
+
+
+def _form_of(api: Api) -> EventForm | None:
+    match api:
+        case Api.MESSAGES:
+            return MessageEvents()
+        case Api.RESPONSES:
+            return ResponseEvents()
+    return None
 
 
 def _is_plain(passed: bytes) -> bool:

@@ -11,13 +11,15 @@ from router_client.learning.token_counts import Usage
 class WholeUsage:
     """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
     `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
-    the answer's tokens in the prompt of the last engine."""
+    the answer's tokens in the prompt of the last engine. `apart`: tokens before the end of the reasoning that the first engine
+    does not count as its own; None: it counts none."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     details: Mapping[str, Any] | None = None
     before: int = 0
+    apart: int | None = None
 
     def learn(self, usage: Mapping[str, Any], *, first: bool) -> None:
         """Read an engine's usage. `first`: of the first engine."""
@@ -35,6 +37,31 @@ class WholeUsage:
         if (completion := count(usage, "completion_tokens")) is not None:
             self.completion_tokens = self.before + completion
 
+    def think(self) -> None:
+        """The first engine's usage, just learned, is that of a part with reasoning."""
+        counted = count(self.details or {}, "reasoning_tokens")
+        if self.apart is None and counted:
+            self.apart = (self.completion_tokens or 0) - counted
+
+    def think_on(self, behind: int) -> None:
+        """So is a later engine's but for the last `behind` tokens."""
+        if self.apart is not None:
+            counted = (self.completion_tokens or 0) - behind - self.apart
+            self.details = {**(self.details or {}), "reasoning_tokens": counted}
+
+    def cap(self, most: int | None) -> None:
+        """No answer has more tokens than this; a guess of those that an engine got may exceed it."""
+        if most is not None and self.completion_tokens is not None:
+            self.completion_tokens = min(self.completion_tokens, most)
+
+    def think_more(self, usage: Mapping[str, Any]) -> None:
+        """A later engine counts its own reasoning behind what it got."""
+        details = usage.get("completion_tokens_details")
+        own = count(details, "reasoning_tokens") if isinstance(details, dict) else None
+        if self.apart is not None and own is not None:
+            before = self.before - self.apart if self.before else 0
+            self.details = {**(self.details or {}), "reasoning_tokens": before + own}
+
     @property
     def whole(self) -> Usage | None:
         """The usage of the client's request; None if no engine has counted."""
@@ -50,6 +77,8 @@ class WholeUsage:
             summed["total_tokens"] = prompt + completion
         if self.details is not None:
             summed["completion_tokens_details"] = self.details
+            if "reasoning_tokens" in usage and "reasoning_tokens" in self.details:
+                summed["reasoning_tokens"] = self.details["reasoning_tokens"]
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and self.cached_tokens is not None:
             summed["prompt_tokens_details"] = {**details, "cached_tokens": self.cached_tokens}

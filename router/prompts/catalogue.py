@@ -229,9 +229,10 @@ class Catalogue:
         found = []
         for record in records:
             endpoint = record.endpoint
-            card = (self._lists.cards_of(endpoint.url) or {}).get(name) if record.routable else None
-            if card is not None:
-                adapter_id = name if card.get("parent") else None
+            cards = (self._lists.cards_of(endpoint.url) or {}) if record.routable else {}
+            listed = _listed_name(name, cards) if endpoint.kind is EngineKind.SGLANG else name
+            if (card := cards.get(listed)) is not None:
+                adapter_id = listed if card.get("parent") else None
                 found.append((endpoint.model_id, endpoint.tokenizer_id, adapter_id))
         return ServedModel(*min(found, key=lambda one: one[:2])) if found else None
 
@@ -248,7 +249,7 @@ class Catalogue:
             cards = self._lists.cards_of(endpoint.url)
             if cards is None and served.model_id == name:
                 continue  # its record says that it serves the model
-            if cards is not None and name in cards:
+            if cards is not None and (name in cards or served.adapter_id in cards):
                 fit = True
             else:
                 unfit[worker_id] = f"it does not serve {name:.80}"
@@ -318,3 +319,9 @@ class Catalogue:
         self._read = None
         if not read.cancelled():
             read.exception()  # otherwise asyncio logs that it was never retrieved
+
+
+def _listed_name(name: str, cards: Mapping[str, Card]) -> str:
+    """The listed name that SGLang reads in `base:adapter`: the adapter's if it lists both; otherwise the name itself."""
+    bases = (base for base in cards if name.startswith(f"{base}:"))
+    return next((adapter for base in bases if (adapter := name[len(base) + 1 :]) in cards), name)

@@ -44,7 +44,10 @@ class RequestReader:
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
         request = request.of_engines(await self._catalogue.kind_of(scope), scope.model_id, None)
-        read = await self._narrow(await self._prompts.read(request, scope, request_id), request.model)
+        served = request.model
+        if scope.adapter_id is None and request.adapter is not None:
+            served, scope = request.adapter, replace(scope, adapter_id=request.adapter)
+        read = await self._narrow(await self._prompts.read(request, scope, request_id), served)
         return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read
 
     async def read_length(

@@ -33,6 +33,7 @@ from kvatlas_router.proxy.request_trace import (
     engine_span,
     trace_headers,
 )
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
@@ -45,6 +46,7 @@ from kvatlas_router.upstream.engine_answer import (
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
 from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice
+from router_client.pricing.engine_priority import engine_priority
 from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
 
@@ -57,6 +59,10 @@ class EngineFailed(KvatlasError):
     def __init__(self, error: EngineError) -> None:
         super().__init__(f"it returned an error: {error.line}")
         self.status = error.status
+
+
+_WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
+"""vLLM's calls that read a priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +87,17 @@ class AnswerRelay:
         objects: ObjectHolders,
         *,
         ask_usage: bool,
+        priorities: bool,
     ) -> None:
-        """`ask_usage`: let streams report their usage to the proxy. The caller owns `engines` and closes it."""
+        """`ask_usage`: let streams report their usage to the proxy. `priorities`: send vLLM each request's priority. The caller
+        owns `engines` and closes it."""
         self._engines = engines
         self._progress = progress
         self._counters = counters
         self._addresses = addresses
         self._objects = objects
         self._ask_usage = ask_usage
+        self._priorities = priorities
 
     @asynccontextmanager
     async def send(
@@ -120,6 +129,8 @@ class AnswerRelay:
                 yield answer
             return
         if text is not None:
+            if self._priorities and choice.kind is EngineKind.VLLM:
+                fields |= _priority_field(request, text, choice)
             body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
             to_engine = replace(to_engine, body=body)
         async with self._send(request, may_move, choice, to_engine) as answer:
@@ -316,3 +327,11 @@ async def _report(call: Awaitable[None]) -> None:
         await call
     except Unreachable as error:
         _log.warning("request was not reported to the other routers: %s", error)
+
+
+def _priority_field(request: ClientRequest, text: TextRequest, choice: Choice) -> dict[str, Any]:
+    """The request's priority in the engine's queue; none if the client gives one."""
+    if text.api not in _WITH_PRIORITY or "priority" in text.body:
+        return {}
+    arrived_us = time.time() * 1e6 - (time.perf_counter_ns() - request.began_ns) / 1e3
+    return {"priority": engine_priority(arrived_us, choice.cost)}

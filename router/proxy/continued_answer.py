@@ -1,6 +1,8 @@
 """One request's streamed answer, which another worker may go on with after its engine died."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,18 +10,26 @@ from typing import Any
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
-from kvatlas_router.continuation.seam import Rest, Seam
+from kvatlas_router.continuation.seam import Seam
+from kvatlas_router.continuation.thoughts import Markers, markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize
+from kvatlas_router.tokens.tokenizer import Why as WhyNoTokens
 from router_client.learning.token_counts import Usage
 
 _log = logging.getLogger("kvatlas_router.proxy")
+
+TOKENS_WAIT_S = 10.0
+"""Longest wait for late tokens that an answer needs to continue; shorter if its request may wait less for a worker."""
+AGAIN_S = 0.05
+_LATE = frozenset({WhyNoTokens.LATE.value, WhyNoTokens.BUSY.value})
 
 KindOf = Callable[[Scope], Awaitable[EngineKind]]
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
@@ -52,6 +62,7 @@ class ContinuedAnswer:
     _withheld: bytes = b""
     _reached: object = None
     _prompt: RequestPrompt | None = None
+    _patient_until: float = 0.0
 
     @classmethod
     def of(
@@ -74,8 +85,7 @@ class ContinuedAnswer:
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
         """Fields that a request for it, or for the rest, needs at this kind of engine."""
-        of_message = self.request.text is not None and self.request.text.api is Api.MESSAGES
-        if self.seam is None or of_message:
+        if self.seam is None:
             return {}
         return counting_fields(text, kind, self.request.prompt_tokens)
 
@@ -120,20 +130,80 @@ class ContinuedAnswer:
         rest = seam.rest()
         try:
             seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
-            tokens, api = await self._count(seam, rest), seam.asks(rest)
-            body = seam.body(rest, tokens)
-            found = await self.read_prompt(TextRequest.of(api, body))
             self._prompt = read if self._prompt is None else self._prompt
-            if api.is_conversation and not _begins_with(found, self._prompt):
-                rest, api = seam.by_ids(rest), Api.COMPLETIONS
-                body = seam.body_of_ids(_ids_of(self._prompt), _ids_of(await self._read_text(seam, rest)), tokens)
-                found = await self.read_prompt(TextRequest.of(api, body))
+            self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
+            self._next, found = await self._ask_for(seam, rest)
+            while rest.parts and rest.lag is None and seam.is_at_limit(self._next.tokens):  # which it could only guess
+                rest = seam.rest(rest.parts - 1)
+                self._next, found = await self._ask_for(seam, rest)
         except CannotTokenize as cannot:
             raise CannotContinue(Why.TEMPLATE) from cannot
         except (InvalidValue, UnknownModel, Unreachable) as away:
             raise CannotContinue(Why.NO_WORKER) from away
-        self._next = _Next(rest, tokens, api, body)
         return found
+
+    async def _ask_for(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+        """The request for the rest, and its prompt."""
+        if rest.reasoned:
+            return await self._think_on(seam, rest)
+        tokens, api = await self._count(seam, rest), seam.asks(rest)
+        body = seam.body(rest, tokens)
+        found = await self._read(TextRequest.of(api, body))
+        if not api.is_conversation:
+            return _Next(rest, tokens, api, body), found
+        first = await self._first_prompt()
+        fits = _begins_with(found, first)
+        if fits is None and rest.lag != 0 and {found.untokenized, first.untokenized} & _LATE:
+            raise CannotContinue(Why.TOKENS)  # the next engine's count of the prompt would not show it, either
+        if fits is False:
+            rest, api = seam.by_ids(rest), Api.COMPLETIONS
+            ids = await self._ids_of_text(seam.text_of(rest))
+            body = seam.body_of_ids(_ids_of(first), ids, tokens, rest)
+            found = await self._read(TextRequest.of(api, body))
+        rest = replace(rest, is_known=fits is not None)
+        return _Next(rest, tokens, api, body), found
+
+    async def _think_on(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+        """The same for an answer with reasoning, whose markers must be known."""
+        prompt_ids = seam.prompt_ids or _ids_of(await self._first_prompt())
+        for markers in markers_of(seam.model_id):
+            pair = await self._ids_of_text(markers.start + markers.end)
+            if len(pair) != len((markers.start, markers.end)):
+                continue
+            markers = replace(markers, ids=pair)
+            ids = seam.ids_of(rest)
+            if not rest.by_ids:
+                raw = markers.raw(seam.text_of(rest), opened=markers.is_open(prompt_ids))
+                ids = await self._ids_of_text(raw) if rest.parts else []
+                if not seam.trusts(rest, len(ids)):
+                    continue
+            if (marked := seam.with_markers(rest, markers, prompt_ids, ids)) is None:
+                continue
+            tokens = rest.counted(len(ids))
+            if seam.is_read:
+                if (found := await self._chat_on(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
+                    return found
+                continue
+            body = seam.body_of_ids(prompt_ids, ids, tokens, marked)
+            return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
+        raise CannotContinue(Why.REASONING)
+
+    async def _chat_on(
+        self, seam: Seam, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
+    ) -> tuple[_Next, RequestPrompt] | None:
+        """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
+        begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
+        rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
+        if not rest.parts:
+            body = seam.body_of_raw("", 0)
+            return _Next(rest, 0, Api.CHAT, body), await self._read(TextRequest.of(Api.CHAT, body))
+        raw = markers.raw(seam.text_of(rest), opened=True)
+        for begun in (markers.start, markers.start + "\n"):
+            body = seam.body_of_raw(begun + raw, tokens)
+            found = await self._read(TextRequest.of(Api.CHAT, body))
+            if found.prompt_tokens is not None and list(found.prompt.tokens or ()) == list(ids):
+                return _Next(rest, tokens, Api.CHAT, body), found
+        return None
 
     def join(self) -> None:
         """Let the engine that has begun to answer go on. Does nothing for the first one."""
@@ -170,31 +240,44 @@ class ContinuedAnswer:
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
         if rest.lag == 0 or not rest.parts:
             return rest.tokens
-        counted = (await self._read_text(seam, rest)).prompt_tokens
-        if counted is None:
-            return rest.tokens
-        return counted if rest.lag is None else min(rest.tokens, max(rest.tokens - rest.lag, counted))
+        counted = (await self._read_text(seam.text_of(rest))).prompt_tokens
+        return rest.tokens if counted is None else rest.counted(counted)
 
-    async def _read_text(self, seam: Seam, rest: Rest) -> RequestPrompt:
-        """The answer that the next engine gets, as tokens."""
-        text = seam.text_of(rest)
+    async def _first_prompt(self) -> RequestPrompt:
+        """The prompt of the client's request, with its tokens if they can be known."""
+        assert self._prompt is not None and self.request.text is not None
+        if self._prompt.prompt_tokens is None:
+            self._prompt = await self._read(self.request.text)
+        return self._prompt
+
+    async def _ids_of_text(self, text: str) -> Sequence[int]:
+        return _ids_of(await self._read_text(text))
+
+    async def _read_text(self, text: str) -> RequestPrompt:
+        """A text that engines generated, as tokens."""
         asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
         if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
             asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
-        return await self.read_prompt(TextRequest.of(Api.COMPLETIONS, asked))
+        return await self._read(TextRequest.of(Api.COMPLETIONS, asked))
+
+    async def _read(self, text: TextRequest) -> RequestPrompt:
+        """Its prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for again."""
+        while (read := await self.read_prompt(text)).untokenized in _LATE and time.monotonic() < self._patient_until:
+            await asyncio.sleep(AGAIN_S)
+        return read
 
 
-def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool:
-    """True if the prompt with a part of the answer begins with the prompt, as far as their tokens are known. Templates may add
-    something behind a prompt that they leave out before a partial answer, such as `<think>`."""
+def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
+    """True if the prompt with a part of the answer begins with the prompt; None if their tokens are not known. Templates may
+    add something behind a prompt that they leave out before a partial answer, such as `<think>`."""
     if longer.prompt_tokens is None or prompt.prompt_tokens is None:
-        return True
+        return None
     first, whole = prompt.prompt.tokens, longer.prompt.tokens
-    return first is None or whole is None or list(whole[: len(first)]) == list(first)
+    return None if first is None or whole is None else list(whole[: len(first)]) == list(first)
 
 
 def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
     """Its token ids. Raises CannotContinue if they are not known."""
     if prompt.prompt_tokens is None or prompt.prompt.tokens is None:
-        raise CannotContinue(Why.TEMPLATE)
+        raise CannotContinue(Why.TOKENS)
     return list(prompt.prompt.tokens)

@@ -12,7 +12,6 @@ class ContinuationCounters:
     time). The others ended with an error, by `Why`."""
 
     resumed: int = 0
-    api: int = 0
     sampled: int = 0
     choices: int = 0
     beams: int = 0
@@ -21,6 +20,7 @@ class ContinuationCounters:
     audio: int = 0
     penalties: int = 0
     template: int = 0
+    tokens: int = 0
     object: int = 0
     reasoning: int = 0
     tool_call: int = 0

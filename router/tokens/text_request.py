@@ -112,6 +112,13 @@ class TextRequest:
         return next((name for name in found if isinstance(name, str) and name), None)
 
     @property
+    def adapter(self) -> str | None:
+        """The adapter that `lora_path` names beside the model, which only SGLang reads; it prefers the one in a model's name,
+        `base:adapter`. A list, which SGLang takes for a batch, gives a name for which nothing is cached."""
+        name = self.body.get("lora_path") if self.kind is EngineKind.SGLANG else None
+        return str(name)[:100] if name else None
+
+    @property
     def streamed(self) -> bool:
         return self.body.get("stream") is True
 

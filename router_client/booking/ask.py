@@ -27,11 +27,10 @@ def build_ask(
     least_members: int = 0,
     ring: int = 0,
     lookup: Lookup | None = None,
-    arrivals: float = 0.0,
 ) -> Ask:
     """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: by block size, as far as
     hashed; more is hashed as needed; nothing is predicted for workers of other sizes. `usual_block_size`: the pool's, for
-    workers that have announced no block yet. `arrivals`: see `OfferKind`. The other arguments: see `Ask`.
+    workers that have announced no block yet. The other arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.
     """
@@ -53,10 +52,7 @@ def build_ask(
                 if step_chain.hashes and steps <= MOST_STEPS:
                     numbers[size] = len(step_chains)
                     step_chains.append(step_chain)
-            known = kinds[for_kind] = (
-                _offer_kind(for_kind, size, numbers.get(size), booking, arrivals),
-                size * STEP_BLOCKS,
-            )
+            known = kinds[for_kind] = _offer_kind(for_kind, size, numbers.get(size), booking), size * STEP_BLOCKS
         return known
 
     def offer_of(quote: Quote, worker_id: str) -> Offer:
@@ -84,9 +80,7 @@ def build_ask(
     )
 
 
-def _offer_kind(
-    for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings, arrivals: float
-) -> OfferKind:
+def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:
     rule, eventless = for_kind.example.rule, not for_kind.example.endpoint.events
     readable = for_kind.prompt.reading.readable_tokens(for_kind.example.endpoint.kind)
     limit = rule.limit_tokens(for_kind.prompt.input_tokens, readable)
@@ -101,7 +95,6 @@ def _offer_kind(
         believed_us=round((settings.predicted_s if eventless else settings.confirm_s) * 1e6),
         capacity_steps=_capacity_steps(for_kind.example, settings) if eventless else 0,
         interference=for_kind.interference(settings.interference_factor),
-        arrivals=arrivals,
     )
 
 

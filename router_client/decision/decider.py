@@ -201,9 +201,7 @@ class Decider:
             look = self._booker.look_alone
             booked = self._booker.book_alone(prompt, ask) if book else (look(prompt.scope.pool_id, ask), ())
         evaluation, reservations = booked
-        pair = self._builder.pair(
-            case, PairRanking(pairs, evaluation, self._policy.criteria(prompt, case.pool)), reservations
-        )
+        pair = self._builder.pair(case, PairRanking(pairs, evaluation, self._policy.criteria(prompt)), reservations)
         if pair.prefill is None:
             return replace(pair, decode=await self._name_blocks(prompt, pair.decode))
         return replace(pair, prefill=await self._name_blocks(prompt, pair.prefill, pair.decode))
@@ -378,7 +376,7 @@ class Decider:
         by_offer: Sequence[OfferEvaluation],
         chosen: int,
     ) -> RankedResults:
-        criteria = self._policy.criteria(case.prompt, case.pool)
+        criteria = self._policy.criteria(case.prompt)
         return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
 
     def _choose(

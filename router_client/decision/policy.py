@@ -97,7 +97,6 @@ class RoutingPolicy:
             case.lookup.chains,
             self._settings,
             pool.usual_block_size,
-            arrivals=self._arrivals(pool),
         )
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
@@ -127,21 +126,15 @@ class RoutingPolicy:
             least_members=least_members(pool),
             ring=quotes.ring,
             lookup=lookup,
-            arrivals=self._arrivals(pool),
         )
 
-    def criteria(self, prompt: Prompt, pool: Pool) -> Criteria:
+    def criteria(self, prompt: Prompt) -> Criteria:
         """The terms and limits of results, the same as in the ask."""
         limits = self._settings.limits
         factor = limits.slo_factor if limits.slo is SloMode.PENALTY else 0.0
         booking = self._settings.booking
         filters = limits.slo is SloMode.FILTER
-        arrivals = self._arrivals(pool)
-        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, arrivals, factor, filters)
-
-    def _arrivals(self, pool: Pool) -> float:
-        """How many requests come to a worker in a microsecond; 0 if their delay costs nothing."""
-        return pool.arrivals if self._settings.booking.interference_factor else 0.0
+        return Criteria(prompt.slo, booking.again_factor, booking.interference_factor, factor, filters)
 
     def choose_followed(self, prompt: Prompt, pool: Pool) -> str | None:
         """The worker that the followed policy chooses; None if there is no policy, or if its choice is not a

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvatlas.addresses import is_loopback, is_never_an_engine, is_private, parse_ip
 from kvatlas.blocks.reuse import ReuseRule, ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
-from kvatlas.cost.protocol import Load, Plan, mean_load
+from kvatlas.cost.protocol import Load
 from kvatlas.fleet.records import (
     EngineEndpoint,
     EngineKind,
@@ -25,7 +25,6 @@ from kvatlas.fleet.records import (
 from kvatlas.fleet.tenants import include
 from kvatlas.reservations.likeness import likeness_of
 from kvatlas.reservations.room_and_slo import limit_of
-from kvatlas.validation import DEFAULT_DECODE_TOKENS
 from router_client.pricing.candidates import (
     MOST_SHAPES,
     BlockShape,
@@ -99,31 +98,16 @@ def is_fetchable(record: FleetRecord) -> bool:
 
 
 class ReportedLoads(dict[str, Load | None]):
-    """Each worker's load from its record, computed on first access; None: not reported.
-
-    A choice in the store needs only what `arrivals` makes of them, once for each reading.
-    """
+    """Each worker's load from its record, computed on first access: a choice in the store needs none. None: not reported."""
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
         self._records = records
-        self._arrivals: float | None = None
 
     def __missing__(self, worker_id: str) -> Load | None:
         record = self._records[worker_id]
         load = None if record.load is None else Load.of(record.load, record.endpoint.block_size or 1)
         self[worker_id] = load
         return load
-
-    def arrivals(self, profile: CostProfile) -> float:
-        """How many requests come to a worker in a microsecond, by Little's law: those that it answers, over the time that an
-        answer takes. 0 if that is unknown. Counts each engine's requests, so it holds for any number of routers."""
-        if self._arrivals is None:
-            loads = [load for id in self._records if (load := self[id]) is not None]
-            mean = mean_load(loads)
-            tpot_us = profile.price(Plan("", 0, DEFAULT_DECODE_TOKENS, (), mean)).tpot_us
-            answered_us = len(loads) * DEFAULT_DECODE_TOKENS * (tpot_us or 0)
-            self._arrivals = sum(load.running_decodes for load in loads) / answered_us if answered_us else 0.0
-        return self._arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +151,6 @@ class Pool:
     connectors: frozenset[KvConnector] = frozenset()
     capacity_tokens: int | None = None
     least_cache_tokens: int = 0
-
-    @property
-    def arrivals(self) -> float:
-        """How many requests come to a worker in a microsecond."""
-        return self.loads.arrivals(self.profile)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

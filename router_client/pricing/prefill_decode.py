@@ -213,7 +213,7 @@ class PairRanking:
                 chosen = len(quotes)
             quotes.append(_decode_quote(quote, near, source.block_bytes)._replace(source=prefill.id))
             by_offer.append(mine._replace(load=load))
-        criteria = self._criteria._replace(interference_factor=0.0, arrivals=0.0)  # no prompt is computed there
+        criteria = self._criteria._replace(interference_factor=0.0)  # no prompt is computed there
         return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
 
     def _rank_slice(self, quotes: Sequence[Quote], first: int, chosen: int | None) -> RankedResults:

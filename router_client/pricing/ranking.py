@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 from kvatlas.cost.protocol import Load, TermKind, mean_load
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import OfferEvaluation
-from kvatlas.reservations.evaluation import backlog_us, interference_us, left_us, worth_us
+from kvatlas.reservations.evaluation import interference_us, left_us, worth_us
 from kvatlas.reservations.room_and_slo import NO_ROOM, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
@@ -43,7 +43,6 @@ class Criteria(NamedTuple):
     slo: Slo = DEFAULT_SLO
     again_factor: float = 0.0
     interference_factor: float = 0.0
-    arrivals: float = 0.0
     slo_factor: float = 0.0
     slo_filters: bool = False
 
@@ -124,9 +123,8 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
         more_us = worth_us(for_kind.prices, known + evaluated.again_tokens) - worth_us(for_kind.prices, known)
         cost = cost.plus(AGAIN, criteria.again_factor * more_us, evaluated.again_tokens)
     work_us = left_us(for_kind.prices, quote.work_us, cached, cached + predicted)
-    running, backlog = evaluated.load.running_decodes, backlog_us(for_kind.prices, evaluated.load)
-    factor = for_kind.interference(criteria.interference_factor)
-    delay_us = interference_us(factor, criteria.arrivals, work_us, running, backlog)
+    running = evaluated.load.running_decodes
+    delay_us = interference_us(for_kind.interference(criteria.interference_factor), work_us, running)
     if delay_us:
         cost = cost.plus(INTERFERENCE, delay_us, running)
     over = evaluated.over & NO_ROOM

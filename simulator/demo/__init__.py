@@ -1,4 +1,4 @@
-"""`kvatlas demo`: the whole system on one machine, one workload twice, a table and a picture."""
+"""`kvatlas demo`: the whole system on one machine, one workload twice, a table."""
 
 from kvatlas_simulator.demo.demo import DemoSettings, run_demo
 

@@ -23,7 +23,7 @@ from kvatlas.telemetry import requested_exporters
 from kvatlas.validation import Count, Positive
 from kvatlas_simulator.demo.load_generator import Outcome, send_workload
 from kvatlas_simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
-from kvatlas_simulator.demo.report import Phase, build_table, save_picture
+from kvatlas_simulator.demo.report import Phase, build_table
 from kvatlas_simulator.demo.request_path import draw_path, environment
 from kvatlas_simulator.demo.trace_receiver import running_receiver
 from kvatlas_simulator.hybrid_cache.groups import parse_groups
@@ -63,9 +63,6 @@ class DemoSettings(ProcessSettings):
     speed_up: float = Field(default=2.0, gt=0, le=1e3, description="Simulated seconds per real second.")
     sessions: Positive = Field(default=72, description="Conversations, of 2 to 6 turns each.")
     seed: Count = Field(default=7, description="Seed of the workload.")
-    picture: Path | None = Field(
-        default=None, description="Where to save a picture (needs the extra simulator); default: none."
-    )
 
     @field_validator("groups")
     @classmethod
@@ -85,8 +82,7 @@ class DemoSettings(ProcessSettings):
 
 
 async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
-    """Print progress on stderr, a table (or JSON) on stdout, and save a picture if requested. Leaves no process behind,
-    even if cancelled.
+    """Print progress on stderr, a table (or JSON) on stdout. Leaves no process behind, even if cancelled.
 
     Raises KvatlasError if a part does not start, or if the fleet does not settle.
     """
@@ -115,7 +111,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
                 f"{workload.requests} requests of {len(workload.sessions)} conversations, "
-                f"{settings.workload.system_prompts} system prompts; engines at {settings.speed_up:g} x speed"
+                f"{settings.workload.system_prompts} system prompts; simulated engines run at {settings.speed_up:g} x speed"
             )
             phases = await run_phases(console, settings, workload, fleet.routers, probe)
     if as_json:
@@ -126,9 +122,6 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         console.print(f"traces: exported by {', '.join(exported)}, according to the OTEL_ variables")
     elif (path := draw_path(traces.spans())) is not None:
         console.print(path)
-    if settings.picture is not None:
-        save_picture(phases, settings.picture)
-        console.print(f"picture: {settings.picture.resolve()}")
 
 
 async def run_phases(
@@ -140,7 +133,7 @@ async def run_phases(
         TextColumn("{task.description:12}"),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("hit rate {task.fields[hits]:>6}  mean TTFT {task.fields[ttft]:>8}"),
+        TextColumn("{task.fields[hits]:>6} cached, first token after {task.fields[ttft]:>6}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:

@@ -1,9 +1,8 @@
-"""The demo's result: a table, and a picture of the same figures."""
+"""The demo's result: a table, and the same figures as JSON."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -72,14 +71,14 @@ class Phase:
 
 
 def build_table(phases: Sequence[Phase]) -> Table:
-    table = Table("", *(phase.name for phase in phases), title="one workload, equal cold caches")
+    table = Table("", *(phase.name for phase in phases), title="the same conversations, from empty caches")
     rows = {
         "requests": [f"{len(p.outcomes):,} in {p.seconds:.0f} s" for p in phases],
-        "hit rate of prompt tokens": [f"{p.hit_rate:.1%}" for p in phases],
-        "TTFT, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
-        "TTFT, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
-        "cached tokens, predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
-        "cached tokens, real": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
+        "prompt tokens found cached": [f"{p.hit_rate:.1%}" for p in phases],
+        "time to first token, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
+        "time to first token, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
+        "cached tokens, as the router predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
+        "cached tokens, as the engines counted": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
         "requests predicted exactly": [f"{p.exact_rate:.1%}" for p in phases],
         **{
             f"  {MEANING[why]}": [f"{p.deviations[why]:,}" for p in phases]
@@ -87,7 +86,7 @@ def build_table(phases: Sequence[Phase]) -> Table:
             if any(p.deviations[why] for p in phases)
         },
         "blocks in the index at the end": [f"{p.blocks_indexed:,}" for p in phases],
-        "event lag, p50 / p99": [f"{_at_most(p.lag_p50_ms)} / {_at_most(p.lag_p99_ms)}" for p in phases],
+        "event to index, p50 / p99": [f"{_at_most(p.lag_p50_ms)} / {_at_most(p.lag_p99_ms)}" for p in phases],
         "engines refused (503)": [f"{sum(o.refused for o in p.outcomes):,}" for p in phases],
     }
     for name, cells in rows.items():
@@ -99,39 +98,3 @@ def _at_most(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "-"
     return f"<= {milliseconds:,.0f} ms" if milliseconds >= 10 else f"<= {milliseconds:.2g} ms"
-
-
-def save_picture(phases: Sequence[Phase], path: Path) -> None:
-    """Plot the hit rate over the requests, the distribution of TTFT, and predicted against real cached tokens."""
-    import matplotlib as mpl  # not at the top: the import takes a second
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
-    colours = ["#8a8f98", "#1f77b4"] if len(phases) == 2 else ["#8a8f98", "#d08a2e", "#1f77b4"]
-    figure, (hits, waits, exact) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    for phase, colour in zip(phases, colours, strict=False):
-        cached = prompt = 0
-        rates = []
-        for outcome in phase.outcomes:
-            cached, prompt = cached + outcome.cached_tokens, prompt + outcome.prompt_tokens
-            rates.append(100 * cached / prompt)
-        hits.plot(rates, color=colour, label=f"{phase.name}: {phase.hit_rate:.1%}")
-        ttfts = phase.ttfts
-        shares = [100 * (i + 1) / len(ttfts) for i in range(len(ttfts))]
-        waits.plot(ttfts, shares, color=colour, label=f"{phase.name}: mean {phase.mean_ttft_ms:,.0f} ms")
-    last = phases[-1]
-    exact.scatter(
-        [o.predicted_tokens for o in last.outcomes], [o.cached_tokens for o in last.outcomes], s=9, color=colours[-1]
-    )
-    most = max((max(o.predicted_tokens, o.cached_tokens) for o in last.outcomes), default=1)
-    exact.plot([0, most], [0, most], color="#c0c4cc", linewidth=1, zorder=0)
-    hits.set(title="prompt tokens found cached so far", xlabel="request", ylabel="%", ylim=(0, 100))
-    waits.set(title="time to first token", xlabel="ms", ylabel="% of requests", ylim=(0, 101), xscale="log")
-    exact.set(
-        title=f"{last.name}: {last.exact_rate:.1%} predicted exactly", xlabel="predicted tokens", ylabel="real tokens"
-    )
-    hits.legend(loc="lower right")
-    waits.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -55,7 +55,7 @@ def _draw(
     if span.name == "route kvatlas":
         for link in sorted(span.links & by_id.keys()):
             batch = by_id[link]
-            linked = branch.add("rests on " + _describe(batch))
+            linked = branch.add("based on " + _describe(batch))
             for origin in sorted(batch.links & by_id.keys()):
                 linked.add(_describe(by_id[origin]))
 

@@ -63,29 +63,45 @@ class ResponsesResponse(CompletionResponse):
     id_prefix = "resp"
 
     def _whole(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-        return self._response(answer, "completed")
+        return self._response(answer, _status(answer))
 
     def _events(self, token: GeneratedToken, answer: Answer, *, begins: bool, first: bool) -> Iterator[bytes]:
         if begins:
-            yield _named("response.created", response=self._response(None, "in_progress"))
-            yield _named("response.in_progress", response=self._response(None, "in_progress"))
-            yield _named("response.output_item.added", output_index=0, item=self._item("", "in_progress"))
-        where = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield _named("response.output_text.delta", **where, delta=decode([token.token_id]), logprobs=[])
+            begun = self._response(None, "in_progress")
+            yield self._numbered("response.created", response=begun)
+            yield self._numbered("response.in_progress", response=begun)
+            yield self._numbered("response.output_item.added", output_index=0, item=self._item([], "in_progress"))
+            part = {**self._part(""), "logprobs": []}
+            yield self._numbered("response.content_part.added", **self._place, part=part)
+        delta = decode([token.token_id])
+        yield self._numbered("response.output_text.delta", **self._place, delta=delta, logprobs=[])
 
     def _end_events(self, answer: Answer) -> Iterator[bytes]:
-        text = decode(answer.token_ids[0])
-        yield _named("response.output_item.done", output_index=0, item=self._item(text, "completed"))
-        yield _named("response.completed", response=self._response(answer, "completed"))
+        text, status = decode(answer.token_ids[0]), _status(answer)
+        yield self._numbered("response.output_text.done", **self._place, text=text, logprobs=[])
+        yield self._numbered("response.content_part.done", **self._place, part=self._part(text))
+        item = self._item([self._part(text)], status)
+        yield self._numbered("response.output_item.done", output_index=0, item=item)
+        yield self._numbered(f"response.{status}", response=self._response(answer, status))
+
+    def _numbered(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        named = {**fields, "sequence_number": self._number, "type": kind}
+        return server_sent_event(dict(sorted(named.items())), kind)
+
+    _number = -1
 
     @property
-    def _item_id(self) -> str:
-        return self._completion_id.replace("resp", "msg", 1)
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._completion_id.replace("resp", "msg", 1), "output_index": 0, "content_index": 0}
 
-    def _item(self, text: str, status: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
-        content = [part] if text else []
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    @staticmethod
+    def _part(text: str) -> dict[str, Any]:
+        return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
+
+    def _item(self, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        said = {"content": content, "role": "assistant", "status": status, "type": "message"}
+        return {"id": self._place["item_id"], **said}
 
     def _response(self, answer: Answer | None, status: str) -> dict[str, Any]:
         usage = None
@@ -93,7 +109,7 @@ class ResponsesResponse(CompletionResponse):
             prompt, output = len(self._request.prompt), sum(map(len, answer.token_ids))
             usage = {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": output,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + output,
@@ -102,14 +118,19 @@ class ResponsesResponse(CompletionResponse):
             "id": self._completion_id,
             "object": "response",
             "created_at": self._created,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
             "status": status,
-            "output": [] if answer is None else [self._item(decode(answer.token_ids[0]), status)],
+            "output": [] if answer is None else [self._item([self._part(decode(answer.token_ids[0]))], status)],
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": [],
             "usage": usage,
         }
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if "length" in answer.finish_reasons else "completed"
 
 
 class GenerateResponse(CompletionResponse):

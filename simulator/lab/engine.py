@@ -9,10 +9,12 @@ admitted while the budget is used up.
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.allocation import AllocationRequest
@@ -44,15 +46,18 @@ class EngineRequest:
         "match",
         "order",
         "prefilling",
+        "priority",
         "received_tokens",
         "request",
         "sequence_id",
     )
 
-    def __init__(self, request: LabRequest, received_tokens: int = 0) -> None:
-        """`received_tokens`: of its prompt, whole blocks whose KV came from another engine."""
+    def __init__(self, request: LabRequest, received_tokens: int = 0, priority: int = 0) -> None:
+        """`received_tokens`: of its prompt, whole blocks whose KV came from another engine. `priority`: in the engine's queue,
+        lower first; equal ones by arrival."""
         self.request = request
         self.received_tokens = received_tokens
+        self.priority = priority
         self.sequence_id = str(request.number)
         self.content = written(request.contents)
         self.cached_tokens: int | None = None
@@ -175,7 +180,7 @@ class VirtualEngine:
                 f"request {one.number} of {one.input_tokens} + {one.output_tokens} tokens never fits a cache of "
                 f"{longest} tokens{shared}; expected a larger --cache-tokens"
             )
-        self.waiting.append(request)
+        self.waiting.insert(bisect_right(self.waiting, request.priority, key=attrgetter("priority")), request)
         if not self._steps:
             self._begin(now_us)
         elif self._steps > 1:

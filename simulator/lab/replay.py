@@ -253,10 +253,10 @@ class _Replay:
         number = self._policy.choose(request, now_us)
         engine = self._engines[number]
         fetch = self._policy.fetch_of(request)
+        sequence = EngineRequest(request, priority=self._policy.priority_of(request, now_us))
         if fetch is None:
-            self._submit(EngineRequest(request), number, now_us)
+            self._submit(sequence, number, now_us)
             return
-        sequence = EngineRequest(request)
         namespace, source = request.identity.namespace, self._engines[fetch.source]
         prompt = sequence.content[: written_tokens(request.input_tokens, engine.block_tokens)]
         there = min(fetch.tokens, source.cached_tokens(prompt, namespace))

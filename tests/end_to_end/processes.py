@@ -43,13 +43,12 @@ def kvatlas_command(*words: str) -> list[str]:
 
 @asynccontextmanager
 async def service(
-    *args: str, ready: str, cwd: Path, variables: Mapping[str, str] | None = None, stdin: int | None = None
+    *args: str, ready: str, cwd: Path, variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`. `variables`: more
     of its environment."""
     process = await asyncio.create_subprocess_exec(
         *kvatlas_command(*args),
-        stdin=stdin,
         stderr=asyncio.subprocess.PIPE,
         env=environment(**(variables or {})),
         cwd=cwd,

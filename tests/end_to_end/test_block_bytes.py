@@ -2,7 +2,6 @@
 price of a choice. The events are those of a recorded SGLang with a host tier, in the open form, which has sizes."""
 
 import json
-from asyncio.subprocess import PIPE
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.engine import EngineRates
 from kvatlas.cost.protocol import Piece
+from kvatlas.embedded.free_port import free_port
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineEvent, EngineRemoved, EngineStored
@@ -19,6 +19,7 @@ from kvatlas_publishers.engines import decode_batch
 from router_client import Prompt, RouterClient, RouterSettings
 from tests.end_to_end.processes import query, service
 from tests.eventually import until
+from tests.http_client import http_client
 from tests.publishers.fake_engine import recording
 
 pytestmark = pytest.mark.anyio
@@ -76,16 +77,17 @@ async def test_export_sums_heartbeats_and_prices_have_each_tiers_own_size(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
+    port = free_port()
     lines, tokens, in_host = recorded_lines()
-    publish = ["publish", "--engine", "open", "--source", "-", "--nats-url", fresh_nats, "--worker-id", "w"]
+    publish = ["publish", "--engine", "open", "--status-port", str(port), "--nats-url", fresh_nats, "--worker-id", "w"]
     async with (
         service("indexer", *servers, ready="is ready", cwd=tmp_path),
-        service(*publish, "--model-id", "m", ready="is published", cwd=tmp_path, stdin=PIPE) as publisher,
+        service(*publish, "--model-id", "m", ready="is published", cwd=tmp_path),
         RouterClient.open(fresh_valkey, RouterSettings(deadline_ms=None)) as router,
     ):
-        assert publisher.stdin is not None
-        publisher.stdin.write(lines)
-        await publisher.stdin.drain()
+        async with http_client(base_url=f"http://127.0.0.1:{port}") as page:
+            for line in lines.splitlines():
+                assert (await page.post("/events", content=line)).status_code == 200
 
         async def exported() -> Counter[tuple[str, int]]:
             lines = (await query("export", *servers)).splitlines()

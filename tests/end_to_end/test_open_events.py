@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -76,7 +76,7 @@ class Publishers:
     """The publisher processes of the three forms, until they are killed."""
 
     def __init__(self, nats_url: str, router_engine: FakeEngine, http_port: int, folder: Path) -> None:
-        self._engine, self._port = router_engine, http_port
+        self._engine, self._port, self._text_port = router_engine, http_port, free_port()
         self._nats_url, self._folder = nats_url, folder
 
     @asynccontextmanager
@@ -85,21 +85,19 @@ class Publishers:
         sockets = ["--endpoint", self._engine.endpoint, "--replay-endpoint", self._engine.replay_endpoint]
         stop = anyio.Event()
 
-        async def run(worker: str, *flags: str, stdin: int | None = None) -> None:
+        async def run(worker: str, *flags: str) -> None:
             args = ["publish", "--engine", "open", "--nats-url", self._nats_url, "--worker-id", worker, *flags]
-            one = service(*args, "--model-id", "m", ready="is published", cwd=self._folder, stdin=stdin)
+            one = service(*args, "--model-id", "m", ready="is published", cwd=self._folder)
             async with one as started[worker]:
                 await stop.wait()
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: run("w-text", "--source", "-", stdin=PIPE))
+            tasks.start_soon(lambda: run("w-text", "--status-port", str(self._text_port)))
             tasks.start_soon(lambda: run("w-router", *sockets, "--block-size", "4"))
             tasks.start_soon(lambda: run("w-http", "--status-port", str(self._port)))
             await until(lambda: len(started) == 3, what="the publishers run")
-            text = started["w-text"].stdin
-            assert text is not None
-            text.write(TEXT_BATCH)
-            await text.drain()
+            async with http_client(base_url=f"http://127.0.0.1:{self._text_port}") as page:
+                assert (await page.post("/events", content=TEXT_BATCH)).status_code == 200
             async with http_client(base_url=f"http://127.0.0.1:{self._port}") as page:
                 answer = await page.post("/events", content=HTTP_BATCH)
                 assert (answer.status_code, answer.json()["events"], answer.json()["skipped"]) == (200, 1, [])
@@ -178,11 +176,6 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
             }
             assert "keyed by chain own: the request's block hashes of chain external" in by_worker["w-vllm"]["why"]
             assert answer["remarks"] == ["unknown request field 'colour' ignored"]
-            source = processes["w-text"].stdin
-            assert source is not None
-            source.close()
-            with anyio.fail_after(20):
-                assert await processes["w-text"].wait() == 0
 
 
 async def test_the_example_engine_tells_exactly_what_it_holds(nats_client: Client) -> None:

@@ -15,6 +15,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.outliers.retry_budget import RetryBudget
 from tests.end_to_end.processes import ROOT
+from tests.frontends.bodies import CALL, TOOL
 from tests.frontends.clients import SAYS
 from tests.frontends.fleet import Fleet, environment_folder
 from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.anyio
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
-REASON = "[[slow 0.02]][[say <think>A worker may hold it.</think>The worker that holds it answers.]]"
+REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe worker that holds it answers.]]"
+CALLS = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
@@ -41,16 +44,58 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/messages",
         {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, "stop_sequences": ["quotes"]},
     ),
+    "reasoning with tools": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": REASON}],
+            "max_tokens": 99,
+            "tools": [{"type": "function", "function": TOOL}],
+            "logprobs": True,
+            **USAGE,
+            **THINKS,
+        },
+    ),
+    "reasoning before a call": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": CALLS}],
+            "max_tokens": 99,
+            "tools": [{"type": "function", "function": TOOL}],
+            **USAGE,
+            **THINKS,
+        },
+    ),
+    "response": ("/v1/responses", {"input": SAY, "max_output_tokens": 99, "store": False}),
+    "response with reasoning": ("/v1/responses", {"input": REASON, "max_output_tokens": 99, "store": False, **THINKS}),
+    "response within reasoning": ("/v1/responses", {"input": REASON, "max_output_tokens": 9, "store": False, **THINKS}),
+    "message with thinking": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **THINKS},
+    ),
     "stop": ("/v1/completions", {"prompt": SAY, "max_tokens": 99, "stop": ["quotes"], **USAGE}),
     "reasoning": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **USAGE},
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 99, **USAGE, **THINKS},
+    ),
+    "reasoning to its limit": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": REASON}], "max_tokens": 12, **USAGE, **THINKS},
+    ),
+    "reasoning with a stop": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": REASON.replace("may", "mäy")}],
+            "max_tokens": 99,
+            "stop": ["answers"],
+            **THINKS,
+        },
     ),
     "ids to ids": ("/inference/v1/generate", {"sampling_params": {"max_tokens": 99, "temperature": 0}, **USAGE}),
     "generate": ("/generate", {"text": SAY, "sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
     "generate from ids": ("/generate", {"sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
 }
-VLLM, SGLANG = frozenset({"reasoning", "ids to ids"}), frozenset({"generate", "generate from ids"})
+VLLM = frozenset({"ids to ids", *(name for name in REQUESTS if "reasoning" in name or "thinking" in name)})
+SGLANG = frozenset({"generate", "generate from ids"})
 """What only one of them has."""
 
 
@@ -81,12 +126,13 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
             if name.endswith("ids"):
                 body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            first = int(undisturbed["events"] * 0.7) if name == "reasoning" else 3
-            for after in range(first, undisturbed["events"], 3):
+            for after in range(3, undisturbed.get("call at") or undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
-                free = {"events", "usages", "ends"} if "stop" in name else {"events"}  # tokens behind a stop may count
+                free = (
+                    {"events", "usages", "ends"} if "stop" in name else {"events", "call at"}
+                )  # tokens behind a stop may count
                 assert not differ.keys() - free, (name, after, json.dumps(differ))
         for name in (
             "openai_chat_stream",
@@ -123,6 +169,8 @@ def said(raw: bytes) -> dict[str, Any]:
     events = [json.loads(one) for one in re.findall(rb"^data: (\{.*)$", raw, re.M)]
     if b"message_start" in raw:
         return message_of(events)
+    if b"response.created" in raw:
+        return response_of(events)
     assert raw.endswith(b"data: [DONE]\n\n"), raw[-500:]
     if b'"meta_info"' in raw:
         meta = events[-1]["meta_info"]
@@ -130,6 +178,7 @@ def said(raw: bytes) -> dict[str, Any]:
         assert len({one["meta_info"]["id"] for one in events}) == 1
         return {"text": events[-1]["text"], "ids": events[-1]["output_ids"], "meta": same, "events": len(events) + 1}
     choices = [choice for one in events for choice in one["choices"]]
+    calls = [(at, call) for at, one in enumerate(choices) for call in one.get("delta", {}).get("tool_calls") or ()]
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
     assert (
@@ -137,8 +186,13 @@ def said(raw: bytes) -> dict[str, Any]:
     )
     return {
         "text": "".join(texts),
-        "reasoning": "".join(one.get("delta", {}).get("reasoning") or "" for one in choices),
+        "reasoning": "".join(
+            one.get("delta", {}).get("reasoning") or one.get("delta", {}).get("reasoning_content") or ""
+            for one in choices
+        ),
         "ids": [id for one in choices for id in one.get("token_ids") or ()],
+        "called": "".join(call["function"].get("name") or call["function"]["arguments"] for _, call in calls),
+        "call at": calls[0][0] if calls else None,
         "roles": [role for one in choices if (role := one.get("delta", {}).get("role"))],
         "finish": [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]],
         "usages": [re.sub(r'"\w*cache\w*": \d+(, )?', "", json.dumps(one)) for one in usages],
@@ -162,9 +216,33 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         if one["type"] == "message_delta"
     ]
     return {
-        "text": "".join(one["text"] for one in deltas),
+        "text": "".join(one.get("text", "") for one in deltas),
+        "thinking": "".join(one.get("thinking", "") for one in deltas),
         "kinds": kinds,
         "ends": ends,
         "end": end,
+        "events": len(events),
+    }
+
+
+def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a response says. Its deltas may be cut in other places."""
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    whole = events[-1]["response"]
+    assert whole["id"] == events[0]["response"]["id"]
+    items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert items == whole["output"] and len({one["id"] for one in items}) == len(items)
+    texts = {
+        item["id"]: "".join(one["delta"] for one in events if "delta" in one and one["item_id"] == item["id"])
+        for item in items
+    }
+    assert all(item["content"][0]["text"] == texts[item["id"]] for item in items)
+    kinds = [(one["type"], one.get("output_index")) for one in events]
+    usage = whole["usage"]
+    return {
+        "items": [{**{key: item[key] for key in ("type", "status")}, "text": texts[item["id"]]} for item in items],
+        "kinds": [one for one, before in zip(kinds, [None, *kinds], strict=False) if one != before],
+        "end": (whole["status"], whole["incomplete_details"], usage["output_tokens_details"]["reasoning_tokens"]),
+        "usage": [usage[f"{kind}_tokens"] for kind in ("input", "output", "total")],
         "events": len(events),
     }

@@ -116,15 +116,10 @@ PUBLISH = ("publish", "--engine", "vllm", "--endpoint", "tcp://127.0.0.1:5557", 
             "kvatlas publish: --worker-id is 'a/b'; expected 1 to 64 characters from A-Z a-z 0-9 _ - . (a dot becomes _)",
         ),
         (
-            (*PUBLISH, "--engine", "vllm", "--source", "-"),
-            2,
-            "kvatlas publish: --source is -, but --engine is vllm; expected --engine open",
-        ),
-        (
             ("publish", "--engine", "open", "--worker-id", "w", "--model-id", "m"),
             2,
-            "kvatlas publish: --endpoint (or KVATLAS_ENDPOINT) is missing; expected the engine's event socket, --source - for "
-            "JSON lines, or --status-port for POST /events",
+            "kvatlas publish: --endpoint (or KVATLAS_ENDPOINT) is missing; expected the engine's event socket, or "
+            "--status-port for POST /events",
         ),
         (
             (*PUBLISH, "--engine", "lmcache"),

@@ -24,7 +24,7 @@ TABLES = {
     "route": (PROMPT, "http://w1:8000"),
     "locate": ((FIRST_BLOCK, "--model-id", "m"), FIRST_BLOCK),
     "doctor": (("--listen-s", "0.05"), "no indexer is running"),
-    "top": ((), "routable"),
+    "top": ((), "9223372036854775809"),
 }
 """Their further flags, and what must be readable."""
 ALIKE = {"children", "replay", "calibrate"}

@@ -1,5 +1,5 @@
--- Registering functions. Leases and members are few and small. If their functions needed free memory, nothing would be swept on
--- a full store, and it would stay full.
+-- Registers functions. They also run on a full store: without leases, nothing would be swept there, and it would stay
+-- full.
 
 local function register(name, callback)
   redis.register_function({

@@ -1,10 +1,10 @@
--- put_objects: records the worker of each object. Above `most` newer objects, they replace the older ones, so at most twice as
--- many are kept.
+-- put_objects: records the worker of each object. Once there are more than `most` newer objects, they become the older
+-- ones, so at most twice as many are kept.
 --
 -- KEYS 1 newer objects   HASH  object id -> worker id
 --      2 older objects   HASH  object id -> worker id
 -- ARGV 1 most
---      2 s for which they are kept without a change
+--      2 seconds to keep them after the last change
 --      3... object id, worker id...
 -- returns an empty list
 local MOST_PUT = 512 -- objects of one call

@@ -8,8 +8,8 @@
 -- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
---   us for which predictions are believed, their capacity in steps, what a us costs by which another request is delayed,
---   requests that come to a worker in a us.
+--   us for which predictions are believed, their capacity in steps, price of each us by which a running request is
+-- delayed.
 -- offer: worker, number of its kind (from 0), steps it holds, cached tokens, cost without load, the part of that cost before
 --   the first token. Ties go to the first offer.
 -- look-alikes: the same, with a likeness instead of a worker.
@@ -21,14 +21,14 @@
 --   look-alikes }
 
 local CHAIN, LIMIT, LOST, QUEUED_US, RUNNING_US, KV_US, WAITING_TOKENS = 1, 2, 3, 4, 5, 6, 7
-local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, ARRIVALS, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 14, 14
+local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIELDS = 8, 9, 10, 11, 12, 13, 13
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
 local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
-local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask looks at; one counts once more for each LONG bytes of hashes
+local MOST_MATCHED, LONG = 64, 4096 -- predictions that one ask reads; each counts once more for every LONG bytes of its hashes
 local LEVEL_NO_ROOM = 2
 local ROW_SLOTS, ROW_KV_TOKENS, ROW_DECODE_US, LIMIT_FIELDS = 1, 2, 3, 3
 
@@ -85,17 +85,9 @@ local function worth(kinds, k, tokens)
   return tokens > 0 and us - kinds[k + HIT_US] or us
 end
 
--- Returns the cost of a request with this much left to compute for the others of its worker: the running ones, and those that
--- come while it waits or is computed.
-local function interference(kinds, k, work_us, running, backlog_us)
-  local left_us = math.max(0, work_us)
-  return left_us * (kinds[k + INTERFERENCE] * running + kinds[k + ARRIVALS] * (backlog_us + left_us / 2))
-end
-
--- Returns what a queued token costs with that, and a running request, on a worker of this kind with this much left to compute.
-local function load_prices(kinds, k, work_us)
-  local left_us = math.max(0, work_us)
-  return kinds[k + QUEUED_US] * (1 + left_us * kinds[k + ARRIVALS]), kinds[k + RUNNING_US] + left_us * kinds[k + INTERFERENCE]
+-- Returns the cost of a request with this much left to compute for the running requests of a worker, which it delays.
+local function interference(kinds, k, work_us, running)
+  return kinds[k + INTERFERENCE] * math.max(0, work_us) * running
 end
 
 -- Returns how many leading steps two packed chains share: if two hashes are equal, so are all before them.
@@ -113,8 +105,9 @@ local function shared(chain, offset, hashes)
   return low
 end
 
--- Returns the predictions that share a prefix with a chain: a list of { id, prediction, steps = leading steps of the chain that
--- it covers, whole = is all of the prediction shared? }; and how many it may still look at of `left`.
+-- Returns the predictions that share a prefix with a chain, as a list of { id, prediction, steps = leading steps of the
+-- chain that
+-- it covers, whole = is all of the prediction shared? }; and how many of `left` it may still read.
 local function matches_of(keys, chain, now, left)
   local matches, chain_steps = {}, #chain / HASH_BYTES
   for first = 0, chain_steps - 1, CHUNK do
@@ -329,7 +322,7 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
     score = score + ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, cached))
   end
   local work_us = rows[at + WORK] - (worth(kinds, k, cached) - worth(kinds, k, rows[at + CACHED]))
-  score = score + interference(kinds, k, work_us, running, backlog_us)
+  score = score + interference(kinds, k, work_us, running)
   if limits then
     local missed
     missed, level = check_limits(

@@ -60,7 +60,7 @@ local function new_holders(chain, value)
   return found
 end
 
--- Returns all holders of at least so many blocks that were not returned before; nil if they are more than `most`.
+-- Returns all holders of at least this many blocks that were not returned before; nil if there are more than `most`.
 local function next_holders(chain, blocks, most)
   local value = value_at(chain, blocks)
   if #value / ENTRY_BYTES - chain.met_count > most then
@@ -88,7 +88,7 @@ local function holders_of(lookup, workers)
   return holders
 end
 
--- Returns the position of a holder's entry among those of a block; nil if it does not hold it.
+-- Returns the position of a holder's entry among those of a block; nil if the holder lacks the block.
 local function entry_in(value, holder)
   local at = string.find(value, holder, 1, true)
   while at and at % ENTRY_BYTES ~= 1 do
@@ -97,7 +97,7 @@ local function entry_in(value, holder)
   return at
 end
 
--- Returns how many blocks a holder has that was not returned (false: none); nil if they are fewer than `least`.
+-- Returns how many blocks a holder that was not returned has (false: none); nil if fewer than `least`.
 local function depth_of(chain, holder, least)
   local low, high = least, chain.most
   if not holder or low > high or high == 0 or (low > 0 and not entry_in(value_at(chain, low), holder)) then

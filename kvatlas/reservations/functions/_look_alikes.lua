@@ -11,7 +11,7 @@ local FIRST_READ, MOST_READ = 4, 512
 local ROUNDING_US = 1 -- equal sums may differ in cost by this much
 local MOST_RETURNED, MOST_LOOKED_UP = 32, 4 -- the latter if the choice looked up what they hold
 local MOST_WEIGHED, MOST_OVERDUE = 160, 64 -- of one ask
-local MOST_EQUALS = 10000 -- more with the lowest score are read in their order, from whatever place the ask has on the ring
+local MOST_EQUALS = 10000 -- if more have the lowest score, they are read in order, not from the place of the ask on the ring
 
 -- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
 local function find_look_alikes(state)
@@ -149,11 +149,8 @@ local function least_costs(state, at, family)
   if family % 2 == 0 then -- the family of unknown loads
     state.mean = state.mean or mean_of(state)
     local queued, running, waiting, kv = unpack(state.mean)
-    local backlog_us = kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
-    without_load_us = without_load_us + backlog_us + (kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv)
-      + interference(kinds, k, row[at + WORK], running, backlog_us)
-  else
-    without_load_us = without_load_us + interference(kinds, k, row[at + WORK], 0, 0)
+    without_load_us = without_load_us + kinds[k + QUEUED_US] * (queued + waiting * kinds[k + WAITING_TOKENS])
+      + (kinds[k + RUNNING_US] * running + kinds[k + KV_US] * kv) + interference(kinds, k, row[at + WORK], running)
   end
   if state.in_flight > row[at + CACHED] then
     again_us = ask.again_factor * (worth(kinds, k, state.in_flight) - worth(kinds, k, row[at + CACHED]))
@@ -189,9 +186,9 @@ local function weigh_family(state, at, family)
     return
   end
   local kinds, k = state.ask.kinds, state.ask.look_alikes[at + KIND] * KIND_FIELDS
-  local queued_us, running_us = load_prices(kinds, k, state.ask.look_alikes[at + WORK])
+  local queued_us, running_us = kinds[k + QUEUED_US], kinds[k + RUNNING_US] -- and what it is delayed by computing this prompt
   local cursors = cursors_for(
-    queued_us, running_us, kinds[k + KV_US],
+    queued_us, running_us + interference(kinds, k, state.ask.look_alikes[at + WORK], 1), kinds[k + KV_US],
     queued_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING, family
   )
   local most, others = FIRST_READ, state.count

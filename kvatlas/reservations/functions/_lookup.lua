@@ -19,10 +19,10 @@
 
 local MOST_STEPS_BACK, MOST_IN_STEP = 20, 24 -- steps from the deepest holders on, and holders found by one; more are a crowd
 local MOST_HOLDERS, MOST_PROBED = 320, 256 -- look-alikes weighed because they hold blocks, and looked up in the order of loads
-local READS_A_PROBE = 8 -- so many that are read in that order and can't be the cheapest count as one that is looked up
+local READS_A_PROBE = 8 -- this many that are read in that order and can't be the cheapest count as one lookup
 local NOT_IN_HBM, TOO_MANY = -2, -3 -- answers instead of a choice
 
--- Weighs a look-alike of a row that holds so many blocks.
+-- Weighs a look-alike of a row that holds this many blocks.
 local function weigh_at(state, row, worker, packed, depth, ring_place)
   local ask, cached, base_us, steps = state.ask, cached_at(row, depth), row.base_us, 0
   local saved = worth(ask.kinds, row.k, cached)
@@ -40,14 +40,14 @@ end
 -- Returns a family with its cursors by load, whose weights are those of its cheapest rows; nil if it is empty.
 local function open_family(state, rows, number)
   local ask, queued_us, running_us, kv_us, waiting_us = state.ask, math.huge, math.huge, math.huge, math.huge
-  local kinds, tokens_us, requests_us = ask.kinds, {}, {}
+  local kinds, delays_us = ask.kinds, {}
   for i, row in ipairs(rows) do
     local k = row.k
-    local token_us, request_us = load_prices(kinds, k, least_work(row))
-    tokens_us[i], requests_us[i] = token_us, request_us
-    queued_us, kv_us = math.min(queued_us, token_us), math.min(kv_us, kinds[k + KV_US])
-    running_us = math.min(running_us, request_us)
-    waiting_us = math.min(waiting_us, token_us * kinds[k + WAITING_TOKENS] / TOKENS_PER_WAITING)
+    local delay_us, waiting = interference(kinds, k, least_work(row), 1), kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
+    delays_us[i] = delay_us
+    queued_us, kv_us = math.min(queued_us, kinds[k + QUEUED_US]), math.min(kv_us, kinds[k + KV_US])
+    running_us = math.min(running_us, kinds[k + RUNNING_US] + delay_us)
+    waiting_us = math.min(waiting_us, waiting / TOKENS_PER_WAITING)
   end
   local family = {
     rows = rows, number = number, most = FIRST_READ, mean_us = 0,
@@ -65,8 +65,8 @@ local function open_family(state, rows, number)
     local queued, running, waits, kv = unpack(state.mean)
     for i, row in ipairs(rows) do
       local k = row.k
-      local mean_us = tokens_us[i] * (queued + kinds[k + WAITING_TOKENS] * waits) + kinds[k + KV_US] * kv
-        + requests_us[i] * running
+      local mean_us = kinds[k + QUEUED_US] * (queued + kinds[k + WAITING_TOKENS] * waits) + kinds[k + KV_US] * kv
+        + (kinds[k + RUNNING_US] + delays_us[i]) * running
       family.mean_us = math.min(family.mean_us, mean_us)
     end
   end
@@ -91,7 +91,8 @@ local function open_families(state)
   return families
 end
 
--- Returns true if a worker of a family that was not weighed may be the cheapest. slack_us: equals may differ by so much.
+-- Returns true if a worker of a family that was not weighed may be the cheapest. slack_us: equals may differ by this
+-- much.
 -- `only`: the chain of the workers that count.
 local function may_be_cheaper(state, family, slack_us, only)
   if family.ended then
@@ -169,7 +170,7 @@ local function read_family(state, family)
   return all_equal and state.family_of[state.chosen] == family
 end
 
--- Returns true if a look-alike of a row that holds at most so many blocks may be the cheapest with its own load.
+-- Returns true if a look-alike of a row that holds at most this many blocks may be the cheapest with its own load.
 local function may_win(state, row, worker, packed, depth)
   local sampled, _, queued, running, waiting, kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
   if sampled <= state.fresh or state.lowest > 0 or state.best[worker] or worker == state.ask.lookup.home then
@@ -181,7 +182,7 @@ local function may_win(state, row, worker, packed, depth)
   return least_us <= state.least + NEARLY_US or not is_finite(least_us)
 end
 
--- Weighs holders of a chain, which hold at least so many blocks, and no more than chain.most.
+-- Weighs holders of a chain that hold at least this many blocks, and no more than chain.most.
 local function weigh_holders(state, chain, holders, least)
   local workers, holder_of = {}, {}
   state.holders_left = state.holders_left - #holders
@@ -203,7 +204,7 @@ local function weigh_holders(state, chain, holders, least)
   chain.most = least - 1
 end
 
--- Returns from how many blocks on a worker that was not weighed may be the cheapest because of them.
+-- Returns the number of blocks from which on an unweighed worker may be the cheapest because of them.
 local function blocks_that_matter(state, chain, families)
   local least = chain.most
   for _, family in ipairs(families) do
@@ -214,7 +215,8 @@ local function blocks_that_matter(state, chain, families)
   return math.max(1, least)
 end
 
--- Weighs the holders of a chain, the deepest first: those of the last blocks, each time of twice as many.
+-- Weighs the holders of a chain, the deepest first: those of the last blocks, then of twice as many blocks in each
+-- step.
 local function weigh_deepest(state, chain, families)
   local step = 1
   while chain.most > 0 and state.steps_left > 0 and any_may_be_cheaper(state, families, chain) do

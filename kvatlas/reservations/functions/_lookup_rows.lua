@@ -1,8 +1,8 @@
--- What the workers of one row of look-alikes cost without load if they hold so many blocks. See _lookup.lua.
+-- What the workers of one row of look-alikes cost without load if they hold this many blocks. See _lookup.lua.
 --
 -- row: { at = place of its offer, k = place of its kind, kind = number of that, chain (nil: its workers hold no block of the
--- prompt), step_tokens = those of its predictions' steps (nil: none are made), least_us = by blocks, what was worked out so
--- far; otherwise the fields of the row's reuse, offer and kind }
+-- prompt), step_tokens = those of its predictions' steps (nil: none are made), least_us = results so far, by blocks;
+-- otherwise the fields of the row's reuse, offer and kind }
 
 local REUSE_CHAIN, MOST_TOKENS, LOST_TOKENS, LOSES_FIRST, SHARE, UNIT, REUSE_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local NEARLY_US = 0.001 -- sums of the same numbers in another order differ by less
@@ -22,7 +22,7 @@ local function open_row(state, at)
   }
 end
 
--- Returns the tokens that a worker uses if it holds so many blocks.
+-- Returns the tokens that a worker uses if it holds this many blocks.
 local function cached_at(row, depth)
   if not row.chain then
     return 0
@@ -41,7 +41,7 @@ local function cached_at(row, depth)
   return usable > 0 and usable or 0
 end
 
--- Returns what it costs at least without load if it holds no more blocks.
+-- Returns the least that it costs without load if it holds no more blocks.
 local function least_at(row, depth)
   local least_us = row.least_us[depth]
   if least_us then
@@ -50,7 +50,7 @@ local function least_at(row, depth)
   local cached = cached_at(row, depth)
   local saved, again_us = worth(row.kinds, row.k, cached), row.again_us
   saved = saved > 0 and saved or 0 -- a small hit may cost more than it saves
-  least_us = row.base_us - saved + interference(row.kinds, row.k, row.work_us - saved, 0, 0)
+  least_us = row.base_us - saved
   if row.in_flight > cached and again_us > saved then
     least_us = least_us + row.again_factor * (again_us - saved)
   end
@@ -59,17 +59,18 @@ local function least_at(row, depth)
   return least_us
 end
 
--- Returns how many blocks workers of a row hold at most that were not weighed.
+-- Returns the most blocks that unweighed workers of a row may hold.
 local function most_of(row)
   return row.chain and row.chain.most or 0
 end
 
--- Returns the us that such a worker computes before the first token at least.
+-- Returns the least us that such a worker computes before the first token.
 local function least_work(row)
   return row.work_us - math.max(0, worth(row.kinds, row.k, cached_at(row, most_of(row))))
 end
 
--- Returns from how many blocks on a worker of a row may be the cheapest if its load costs at least this; nil: it can't be.
+-- Returns the number of blocks from which on a worker of a row may be the cheapest if its load costs at least this;
+-- nil: never.
 local function blocks_needed(state, row, load_us)
   local low, high, left_us = 1, most_of(row), state.least - load_us + NEARLY_US
   if state.lowest > 0 or least_at(row, 0) <= left_us then

@@ -42,7 +42,7 @@ local function padded(number)
   return string.format('%016d', number)
 end
 
--- Unpacks what a router says of a request. Raises an error for anything that is out of bounds.
+-- Unpacks a router's row of a request. Raises an error if a value is out of bounds.
 local function check_row(row)
   local function name(value, may_be_empty)
     if type(value) ~= 'string' or not (string.find(value, '^%x+$') and #value == 16 or may_be_empty and value == '') then
@@ -280,7 +280,8 @@ local function leave_one(keys, id, entry, now)
   leave_queue(keys, { { id = id, entry = entry } }, now)
 end
 
--- Adds a request to those that leave, { { id, entry }..., id -> true, line -> true }. Returns what of MOST_DROPPED it costs.
+-- Adds a request to those that leave, { { id, entry }..., id -> true, line -> true }. Returns its cost, as a part of
+-- MOST_DROPPED.
 local function add_to_gone(gone, id, entry)
   local line = entry[E_LINE]
   local cost = gone[line] and 1 or 1 + LINE_COSTS
@@ -291,7 +292,7 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds what waits at a router that no longer asks to those that leave, as far as `most` goes. Returns what of it was used;
+-- Adds what waits at a router that no longer asks to those that leave, up to `most`. Returns how much of it was used;
 -- `most` or above if there may be more.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router

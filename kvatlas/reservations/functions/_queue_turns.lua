@@ -1,6 +1,6 @@
 -- The turns of the requests that wait (`_queue.lua`): the order in which they may be tried.
 
-local MOST_AHEAD, MOST_REMOVED = 64, 16 -- lines that are counted for a place, and requests found in the order that wait no more
+local MOST_AHEAD, MOST_REMOVED = 64, 16 -- lines that are counted for a place, and ordered requests that no longer wait
 
 -- Begins to look at the queue.
 local function look_at_queue(keys, now)

@@ -1,7 +1,8 @@
 -- Registering functions. A pool's data is only as large as its workers and their requests, so its functions also run when the
 -- store has no memory left for blocks.
 --
--- A record that was damaged by hand must not make a function fail for ever: if one finds damage, or a key of another type, the
+-- A record that was damaged by hand must not make a function fail forever: if one finds damage, or a key of another
+-- type, the
 -- pool is repaired and the function runs once more.
 
 -- Returns the damage that an error reports; nil if the error is about something else.

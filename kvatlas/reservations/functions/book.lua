@@ -5,7 +5,7 @@
 -- ARGV 1 id (16 bytes)
 --      2 router id
 --      3 us of the router's lease
---      4 us after which a reservation ends in any case
+--      4 us after which a reservation always ends
 --      5 prompt tokens
 --      6 ask, see _evaluation.lua
 --      7 with a pair layout: id of the reservation on the worker that computes the prompt alone; may be empty

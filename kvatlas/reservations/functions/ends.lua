@@ -1,5 +1,5 @@
--- ends: records progress of reservations. Either the first token is there, so the prompt is computed: nothing is queued any
--- more, and the predicted blocks are held from now on. Or the reservation ends; if it already has, nothing changes.
+-- ends: records progress of reservations. With the first token, the prompt is computed: it is no longer queued, and the
+-- predicted blocks are held from now on. Otherwise the reservation ends; if it already has, nothing changes.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 us for which a booking that was cancelled is refused if it arrives later

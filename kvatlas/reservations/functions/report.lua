@@ -9,8 +9,9 @@ local function is_lower(one, other)
   return #one < #other or (#one == #other and one < other)
 end
 
--- Lets the newest bookings of a range keep counting, instead of the sample, while their prompts are not computed: as many
--- as are waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us up to
+-- Keeps counting the newest bookings of a range instead of the sample, because their prompts are not computed yet: as
+-- many as are waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us
+-- up to
 -- which bookings are in it.
 local function keep_uncomputed(record, members, reservations, covered, waiting)
   local most, kept = waiting + math.min(1, record[RUNNING]), 0

@@ -29,7 +29,6 @@ PROXY_NOT_CONTINUED = counter(
     "proxy.not_continued", "{stream}", "Streams that ended with their engine's error, by why no other worker went on"
 )
 _NOT_CONTINUED = (
-    "api",
     "sampled",
     "choices",
     "beams",
@@ -38,6 +37,7 @@ _NOT_CONTINUED = (
     "audio",
     "penalties",
     "template",
+    "tokens",
     "object",
     "reasoning",
     "tool_call",

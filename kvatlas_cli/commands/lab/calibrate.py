@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvatlas.cost import EngineRates
+from kvatlas.cost.bench_result import BenchResult
 from kvatlas.cost.calibration import Calibration, Fit, ObservedRequest, calibrate
 from kvatlas.cost.rates_file import NAMES, write_rates
 from kvatlas.errors import InvalidValue
@@ -25,7 +26,8 @@ def calibrate_rates(
         typer.Argument(
             metavar="ROWS",
             help="A file of JSON lines, - for stdin: prompt_tokens, cached_tokens, output_tokens, ttft_ms, tpot_ms, and the "
-            "engine's queued_tokens, running_requests and kv_tokens when the request began.",
+            "engine's queued_tokens, running_requests and kv_tokens when the request began. Or a result of `vllm bench serve "
+            "--save-result --save-detailed`.",
         ),
     ],
     out: Annotated[
@@ -54,6 +56,9 @@ def _read(source: str) -> Iterator[ObservedRequest]:
     """The rows of a file. Raises OSError, and InvalidValue, naming the line."""
     with sys.stdin.buffer if source == STDIN else Path(source).open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1 and b'"ttfts"' in line:
+                yield from BenchResult.parse(line).requests()
+                return
             if number > MAX_ROWS:
                 raise InvalidValue(f"more than {MAX_ROWS:,} rows, which is the limit")
             if line.strip():

@@ -33,6 +33,7 @@ from router_client.decision.policy import RoutingPolicy
 from router_client.learning.fetches import Fetches
 from router_client.learning.rates import PoolRates
 from router_client.learning.token_counts import Usage
+from router_client.pricing.engine_priority import engine_priority
 from router_client.pricing.overlap import ResidencyOnly, look_up_overlap
 from router_client.pricing.pool import Pool
 from router_client.pricing.quotes import rendezvous_weight, with_source
@@ -55,7 +56,8 @@ class AtlasSettings:
     """Features that are switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks`
     False: everything that hybrids hold counts as reusable. `replicas` routers take requests in turn; unless their bookings are
     `shared`, each knows only its own and the engines' reports. `true_loads`: each choice sees the current loads and queues;
-    `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other."""
+    `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other;
+    `priorities`: their queues are ordered by `engine_priority`, not by arrival."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -66,6 +68,7 @@ class AtlasSettings:
     true_loads: bool = False
     true_rates: bool = False
     fetches: bool = False
+    priorities: bool = False
 
 
 class _Clock:
@@ -147,11 +150,15 @@ class Atlas(LoadBlind):
             with_source(quotes, evaluation.worker_id, evaluation.source),
             evaluation.by_offer,
             chosen=evaluation.chosen,
-            criteria=self._policy.criteria(prompt, self._pool),
+            criteria=self._policy.criteria(prompt),
         )
         self._last = results
         self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
+
+    def priority_of(self, request: LabRequest, now_us: float) -> int:
+        chosen = self._last if self._settings.priorities else None
+        return engine_priority(now_us, chosen[0].cost) if chosen is not None else 0
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         result = self._open[request.number].results[0]

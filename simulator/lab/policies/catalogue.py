@@ -93,6 +93,9 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
     "kvatlas": _atlas("as shipped"),
     "kvatlas-fetching": _atlas("engines fetch KV from each other", AtlasSettings(fetches=True)),
+    "kvatlas-engine-priority": _atlas(
+        "engines' queues are ordered by arrival and work", AtlasSettings(priorities=True)
+    ),
     "kvatlas-no-reservations": _atlas(
         "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))
     ),

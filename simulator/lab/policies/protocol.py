@@ -25,6 +25,9 @@ class Policy(Protocol):
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """The KV that the chosen engine should fetch for this request."""
 
+    def priority_of(self, request: LabRequest, now_us: float) -> int:
+        """The request's priority in the chosen engine's queue, lower first."""
+
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """Record the first token of a request that was sent to this engine."""
 
@@ -49,6 +52,10 @@ class LoadBlind:
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """See `Policy`."""
+
+    def priority_of(self, request: LabRequest, now_us: float) -> int:
+        """See `Policy`."""
+        return 0
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """See `Policy`."""

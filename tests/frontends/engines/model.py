@@ -29,7 +29,11 @@ Tools:
 {{ reasoning_effort }}<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}
+{% if loop.last and message.role == "assistant" and enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}
 {{- part.text }}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}
 <tool_call>{{ (call.function or call) | tojson }}</tool_call>

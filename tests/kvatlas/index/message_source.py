@@ -75,7 +75,7 @@ class MessageSource:
         marks = [Marked(scope.scope_id, key) for scope, key in self.marks]
         heads = [_heads(scope, key, bits) for (scope, key), bits in self.heads().items()]
         end = SnapshotEnd(len(chunks), self.digest_words())
-        scopes = [scope for scope, _ in self.held]
+        scopes = [scope for scope, _ in (*self.held, *self.marks)]
         return self.message(SnapshotBegin(self.dropped), *chunks, *marks, *heads, end, scopes=scopes)
 
     def heads(self) -> dict[tuple[Scope, bytes], int]:

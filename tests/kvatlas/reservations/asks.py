@@ -73,7 +73,6 @@ def offer(
     believed_us: int = 5 * SECOND_US,
     capacity_steps: int = 0,
     interference: float = 0.0,
-    arrivals: float = 0.0,
     extra_us: float = 0.0,
     fetching: Fetching | None = None,
 ) -> Offer:
@@ -83,7 +82,7 @@ def offer(
     work = worth_us(prices, input_tokens) - saved
     return Offer(
         worker_id,
-        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps, interference, arrivals),
+        OfferKind(chain, input_tokens - 1, lost_tokens, prices, believed_us, capacity_steps, interference),
         held_steps,
         cached,
         work + 900_000 + extra_us,

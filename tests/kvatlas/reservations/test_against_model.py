@@ -61,7 +61,6 @@ fetches = st.none() | st.builds(
     st.sampled_from([1, 100_000, 3 * SECOND_US]),
 )
 interferences = st.sampled_from([0.0, 0.1, 1.0])
-arrivals = st.sampled_from([0.0, 3e-6, 2e-5])
 loads = st.builds(Load, st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 3), st.integers(0, 99_000))
 
 
@@ -84,7 +83,6 @@ def asks(draw: st.DrawFn) -> Ask:
                 believed_us=draw(st.sampled_from([SECOND_US, 40 * SECOND_US])),
                 capacity_steps=6 if worker_id == "c-12" else 0,
                 interference=draw(interferences),
-                arrivals=draw(arrivals),
                 extra_us=draw(st.sampled_from([0.0, 0.25, 30_000.0])),
                 fetching=draw(fetches),
             )
@@ -110,7 +108,6 @@ def look_alike_asks(draw: st.DrawFn) -> Ask:
             lost_tokens=draw(st.sampled_from([0, 16])),
             capacity_steps=6 if number == 2 else 0,
             interference=draw(interferences),
-            arrivals=draw(arrivals),
             extra_us=draw(st.sampled_from([0.0, 30_000.0])),
             fetching=draw(fetches),
         )

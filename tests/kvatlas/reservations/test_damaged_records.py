@@ -16,7 +16,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
 from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.accuracy import AnswerReport
-from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
+from kvatlas.predictions.store import answers_key, read_stored_reports, write_answer_report
 from kvatlas.reservations import (
     Ask,
     Booking,
@@ -302,6 +302,6 @@ async def test_damaged_outliers_and_answers_are_dropped(store: Store) -> None:
         assert found["a"].bad == 3.0
     for value in VALUES:
         await store.client.hset(answers_key(POOL), "r", value)
-        assert set(await read_answer_reports(store, POOL, 0)) <= {"q"}
+        assert set(await read_stored_reports(store, POOL, 0)) <= {"q"}
         await write_answer_report(store, "q", POOL, AnswerReport())
         assert not await store.client.hexists(answers_key(POOL), "r")

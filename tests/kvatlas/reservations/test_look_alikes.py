@@ -96,14 +96,11 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
         await report(reservations, *loads[100:], likeness=OTHERS, first=100)
     for number in range(30):
         prices, interference = rng.choice(MANY_PRICES), rng.choice([0.0, 0.1, 2.0])
-        arrivals = rng.choice([0.0, 3e-6, 2e-5])
         look_alikes = [
-            LookAlikes(ALIKE, offer("", prices=prices, interference=interference, arrivals=arrivals)),
-            LookAlikes(
-                OTHERS, offer("", prices=prices, interference=interference, arrivals=arrivals, extra_us=20_000.0)
-            ),
+            LookAlikes(ALIKE, offer("", prices=prices, interference=interference)),
+            LookAlikes(OTHERS, offer("", prices=prices, interference=interference, extra_us=20_000.0)),
         ]
-        named = offer("w0007", prices=prices, interference=interference, arrivals=arrivals, extra_us=-5_000.0)
+        named = offer("w0007", prices=prices, interference=interference, extra_us=-5_000.0)
         asked = Ask([named], look_alikes=look_alikes, ring=rng.randrange(RING))
         booking = Booking(id_of(number), "r", rng.choice([100, 8_192]), asked, LEASE_US, LONGEST_US)
         model = await stores[1].evaluate(POOL, asked)

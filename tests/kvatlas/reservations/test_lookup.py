@@ -140,7 +140,7 @@ class Fleet:
         rule = rng.choice([ReuseRule(), ReuseRule(dropped_blocks=1), ReuseRule(block_aligned=False, share=0.7),
                            ReuseRule(dropped_blocks=1, drops_resident=True, alignment_tokens=64)])  # fmt: skip
         rows, reuse, row_chains = [], [], []
-        interference, arrivals, believed_us = rng.choice([0.0, 0.1]), rng.choice([0.0, 3e-6, 2e-5]), 5 * SECOND_US
+        interference, believed_us = rng.choice([0.0, 0.1]), 5 * SECOND_US
         for profile in (FAST, SLOW):
             for number, likeness in enumerate(LIKENESSES):
                 prices = profile.prices(Plan("w", len(tokens), output))
@@ -151,9 +151,7 @@ class Fleet:
                 work, size = worth_us(prices._replace(hit_us=0.0), len(tokens)), SIZES[number]
                 chain = number if size and len(chains[number].hashes) else None
                 each = Reuse.of(rule, len(tokens), size or 16, rng.choice([None, None, 64]))
-                kind = OfferKind(
-                    chain, each.most_tokens, each.lost_tokens, prices, believed_us, 0, interference, arrivals
-                )
+                kind = OfferKind(chain, each.most_tokens, each.lost_tokens, prices, believed_us, 0, interference)
                 rows.append(
                     LookAlikes(likeness, Offer("", kind, 0, 0, work + output * 7_000.0, work), output * 7_000.0)
                 )

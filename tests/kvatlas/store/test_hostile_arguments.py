@@ -60,8 +60,8 @@ bombs = st.sampled_from(
         b"\x91" * 60_000,  # one in one in one...
         msgpack.packb(list(range(60_000))),
         msgpack.packb([[]] * 60_000),
-        msgpack.packb([1.0, [], [[0.0] * 14] * 9, [b"", 0, 0, 0, 0, 0] * 10_000, 0, 0, [], [], 0, 0]),
-        msgpack.packb([1.0, [[128, HASHES]] * 9, [0.0] * 14, [b"w", 0, 0, 0, 0, 0], 0, 0, [], [], 0, 0]),
+        msgpack.packb([1.0, [], [[0.0] * 13] * 9, [b"", 0, 0, 0, 0, 0] * 10_000, 0, 0, [], [], 0, 0]),
+        msgpack.packb([1.0, [[128, HASHES]] * 9, [0.0] * 13, [b"w", 0, 0, 0, 0, 0], 0, 0, [], [], 0, 0]),
     ]
 )
 arguments = st.one_of(

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from kvatlas.identity import pool_id
-from kvatlas.predictions.store import read_answer_reports
+from kvatlas.predictions.store import read_stored_reports
 from kvatlas_cli.doctor import Finding, Level, examine
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, now_us, run_doctor
@@ -29,7 +29,7 @@ async def test_a_healthy_installation_has_no_problems(installation: Installation
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
         async def are_reported() -> bool:
-            return bool(await read_answer_reports(installation.store, POOL, now_us()))
+            return bool(await read_stored_reports(installation.store, POOL, now_us()))
 
         await until(are_reported, what="the router reported its counts")
         code, out = await run_doctor(installation, "--json")

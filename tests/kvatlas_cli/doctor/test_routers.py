@@ -6,7 +6,7 @@ from kvatlas.identity import pool_id
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
 from kvatlas.predictions.condition import RouterCondition
-from kvatlas.predictions.store import answers_key, read_answer_reports, write_answer_report
+from kvatlas.predictions.store import answers_key, read_stored_reports, write_answer_report
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor import Level
@@ -88,9 +88,9 @@ async def test_counts_of_routers_are_bounded_and_expire(fresh_store: str) -> Non
             report = AnswerReport(counts=AnswerCounts(prompts_equal=number))
             args = [f"r{number}", keep_us, 2, report.pack()]
             await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
-        reports = await read_answer_reports(store, POOL, now_us())
-        assert {router_id: one.counts.prompts_equal for router_id, one in reports.items()} == {"r1": 1, "r3": 3}
-        assert list(await read_answer_reports(store, POOL, now_us() + 50_000_000)) == ["r3"]
+        reports = await read_stored_reports(store, POOL, now_us())
+        assert {router_id: one.report.counts.prompts_equal for router_id, one in reports.items()} == {"r1": 1, "r3": 3}
+        assert list(await read_stored_reports(store, POOL, now_us() + 50_000_000)) == ["r3"]
         args = ["r4", 1, 9, AnswerReport().pack()]
         await call_pool(store, "answered", POOL, args, keys=[answers_key(POOL)])
 

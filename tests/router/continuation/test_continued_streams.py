@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,9 +16,15 @@ import pytest
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.predictions.usage_counts import read_answer_use
+from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
 from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.proxy import continued_answer
+from kvatlas_router.tokens.chat_form import as_chat
+from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
 from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.tokens.tokenizer import CannotTokenize, Tokens
+from kvatlas_router.tokens.tokenizer import Why as WhyNoTokens
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
 from tests.router.continuation.killed_engines import killed_engines
@@ -25,7 +32,7 @@ from tests.router.continuation.mortal_engine import Death, mortal_engines, morta
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, PATIENT_MS, SCOPE, Fleet, record, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
-from tests.router.proxy.test_proxy import status
+from tests.router.proxy.test_proxy import requests_are, status
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -45,6 +52,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "/v1/messages",
         {"system": "Be brief.", "messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 8},
     ),
+    "response": ("/v1/responses", {"input": "Who holds it?", "instructions": "Be brief.", "max_output_tokens": 7}),
     "chat whose prompt opens the reasoning": (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 7, "chat_template_kwargs": {"thinking": True}, **_USAGE},
@@ -77,7 +85,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FIRST = {CHAT: 2, "/v1/messages": 3}
+FIRST = {CHAT: 2, "/v1/messages": 3, "/v1/responses": 5}
 """Events up to the first content. Before that, the router tries again anyway."""
 _SALTS = itertools.count()
 
@@ -93,13 +101,13 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **f
     salt = f"salt {next(_SALTS)}"
     whole = {"model": MODEL, "temperature": 0, "stream": True, "cache_salt": salt, **body, **fields}
     raw = await read_stream(client, path, whole)
-    return re.sub(rb'"(id|request_id|created)":("[\w-]+"|\d+)', _once(raw), raw)
+    return re.sub(rb'"(id|item_id|request_id|created|created_at)":("[\w-]+"|\d+)', _once(raw), raw)
 
 
 def _once(raw: bytes) -> Any:
     """All events of a stream have the same id and time."""
-    ids = set(re.findall(rb'"(?:request_)?id":"([\w-]+)"', raw))
-    assert len(ids) <= 1 and len(set(re.findall(rb'"created":(\d+)', raw))) <= 1
+    ids = set(re.findall(rb'"(?:request_|item_)?id":"(?:msg-|resp-)?([\w-]+)"', raw))
+    assert len(ids) <= 1 and len(set(re.findall(rb'"created(?:_at)?":(\d+)', raw))) <= 1
     return rb'"\1":0'
 
 
@@ -118,7 +126,7 @@ async def test_a_stream_goes_on_after_each_of_its_events(store: Store, valkey_ur
         died = 0
         for name, (path, body) in REQUESTS.items():
             undisturbed = await ask(client, path, body)
-            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n'))
+            assert undisturbed.endswith((b"data: [DONE]\n\n", b'"message_stop"}\n\n', b'"response.incomplete"}\n\n'))
             assert undisturbed == await ask(fleet.clients["w0"], path, body), "as the engine itself answers"
             for after in range(FIRST.get(path, 1), events(undisturbed)):
                 fate.death = (Death.KILLED, Death.RESET, Death.ENDED)[after % 3]
@@ -189,6 +197,7 @@ EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 4, **_USAGE}),
     "text": (COMPLETIONS, {"prompt": "Who holds the prefix?", "max_tokens": 3}),
     "message": ("/v1/messages", {"messages": [{"role": "user", "content": "Who holds it?"}], "max_tokens": 3}),
+    "response": ("/v1/responses", {"input": "Who holds it?", "max_output_tokens": 3}),
     "generate": ("/generate", {"text": "Who holds it?", "sampling_params": {"temperature": 0, "max_new_tokens": 3}}),
 }
 
@@ -228,6 +237,7 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
         async def compare(name: str) -> None:
             path, body, undisturbed = asked[name]
             found = await ask(client, path, body, model=name, cache_salt=None)
+            found, undisturbed = (re.sub(rb'"cached_tokens":\d+', b"", one) for one in (found, undisturbed))
             assert found == undisturbed, (name, path, kills.get(name), await not_continued(client))
 
         async with anyio.create_task_group() as tasks:
@@ -251,7 +261,8 @@ async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
 
 def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
     """The prompt's tokens in the simulator."""
-    return list((render(body["messages"]) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
+    messages = as_chat(TextRequest.of(api, body)).body.get("messages", ())
+    return list((render(messages) if api.is_conversation else str(TextRequest.of(api, body).prompt)).encode())
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
@@ -362,6 +373,62 @@ async def test_what_can_not_go_on_ends_with_an_error(
         assert b'data: {"error": ' in found and not found.endswith(b"data: [DONE]\n\n") and len(fate.asked) == 1
         assert await not_continued(client) == {why: 1}
         assert (await status(client))["proxy"]["broken"] == 1
+
+
+THINKS = {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE}
+"""A chat whose template does not fit a partial answer, so that its tokens are needed."""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_an_answer_waits_for_its_tokens(
+    store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """They come late, even those of the prompt; then they come, or too late."""
+    monkeypatch.setattr(continued_answer, "TOKENS_WAIT_S", 60.0 if waits else 0.2)
+    read, late = EngineTokenizer.token_ids, [6 if waits else 1_000_000]
+
+    async def token_ids(tokenizer: EngineTokenizer, request: TextRequest) -> Tokens:
+        late[0] -= 1
+        if late[0] >= 0:
+            raise CannotTokenize(WhyNoTokens.LATE, "too late")
+        return await read(tokenizer, request)
+
+    async with mortal_fleet(store) as (fleet, fate), running_proxy(valkey_url, continue_answers="all") as client:
+        monkeypatch.setattr(EngineTokenizer, "token_ids", token_ids)
+        fate.after = [6]
+        found = await ask(client, CHAT, THINKS)
+        assert late[0] < 0 or not waits
+        if waits:
+            assert found == await ask(fleet.clients["w0"], CHAT, THINKS)
+        else:
+            assert b'data: {"error": ' in found and await not_continued(client) == {"tokens": 1}
+
+
+async def test_a_client_leaves_during_the_rest(store: Store, valkey_url: str, no_budget: None) -> None:
+    """Nothing is left of it: no booking, no request at an engine, and it counts once."""
+    path, body = CHAT, {"model": MODEL, "messages": MESSAGES, "max_tokens": 2_000, "temperature": 0, "stream": True}
+    slow = {"speed_up": 1, "decode_step_us": 20_000}
+    async with (
+        mortal_fleet(store, **slow) as (fleet, fate),
+        running_proxy(valkey_url, continue_answers="all") as client,
+    ):
+        fate.after = [6]
+        async with client.stream("POST", path, json=body) as answer:
+            said = 0
+            async for line in answer.aiter_lines():
+                said += line.startswith("data: ")
+                if said == 12:
+                    break
+        _, _, reservations, *_ = pool_keys(SCOPE.pool_id)
+
+        async def is_free() -> bool:
+            return not await store.client.hlen(reservations) and (await status(client))["in_flight"] == 0
+
+        await until(is_free, what="its bookings are gone")
+        for engine in fleet.clients.values():
+            await until(partial(requests_are, engine, "running", 0), what="no engine computes for it")
+        proxy = (await status(client))["proxy"]
+        assert (proxy["answered"], proxy["gone"], proxy["broken"], proxy["continued"]["resumed"]) == (1, 1, 0, 1)
 
 
 def text_of(raw: bytes) -> str:

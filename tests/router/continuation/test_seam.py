@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.fleet.records import EngineKind
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
 from kvatlas_router.tokens.text_request import Api, TextRequest
-from tests.router.continuation.exact_engine import PROMPT, ExactEngine
+from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 
 PROMPT_TOKENS = 7
 _NUMBERS = count()
@@ -108,10 +109,19 @@ def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequ
         if (end := seam.missing_end) is not None:
             return got + end
         rest = seam.rest()
+        if rest.reasoned:
+            rest = marked_rest(seam, rest)
         body = seam.body(rest, rest.tokens)
         seam.resume(rest, rest.tokens)
     assert seam.ended
     return got
+
+
+def marked_rest(seam: Seam, rest: Rest) -> Rest:
+    """The rest of an answer with reasoning."""
+    marked = seam.with_markers(rest, MARKERS, seam.prompt_ids, seam.ids_of(rest))
+    assert marked is not None
+    return marked
 
 
 def said(raw: bytes) -> tuple[str, list[str], list[Any], set[str]]:
@@ -153,30 +163,74 @@ def test_a_stream_whose_events_differ_says_the_same(
     assert said(found)[:3] == said(undisturbed)[:3] and len(said(found)[3]) == 1
 
 
-EXACT = st.sampled_from(
-    [
-        (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9}),
-        (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9, "return_token_ids": True}),
-        (Api.COMPLETIONS, {"prompt": list(PROMPT), "max_tokens": 9}),
-        (Api.TOKENS, {"token_ids": list(PROMPT), "sampling_params": {"max_tokens": 9}}),
-        (Api.GENERATE, {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 9}}),
-    ]
-)
+EXACT_REQUESTS: list[tuple[Api, dict[str, Any]]] = [
+    (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9}),
+    (Api.CHAT, {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9, "return_token_ids": True}),
+    (Api.COMPLETIONS, {"prompt": list(PROMPT), "max_tokens": 9}),
+    (Api.TOKENS, {"token_ids": list(PROMPT), "sampling_params": {"max_tokens": 9}}),
+    (Api.GENERATE, {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 9}}),
+]
+EXACT = st.sampled_from(EXACT_REQUESTS)
 
 
-@given(EXACT, HALVES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 40), max_size=4))
+@given(EXACT, HALVES, st.booleans(), st.lists(st.integers(1, 40), max_size=4))
 def test_a_stream_of_token_ids_has_the_same_bytes(
-    asked: tuple[Api, dict[str, Any]], tokens: list[str], reasons: int, whole: bool, deaths: list[int]
+    asked: tuple[Api, dict[str, Any]], tokens: list[str], whole: bool, deaths: list[int]
 ) -> None:
-    """Whatever the text is: white space, halves of letters, reasoning before it."""
+    """Whatever the text is: white space, halves of letters."""
     api, body = asked
-    if api is not Api.CHAT or reasons >= len(tokens) or not tokens[reasons]:
-        reasons = 0
     text = TextRequest.of(api, {"stream": True, "temperature": 0, **body})
-    engine = ExactEngine(["w", *tokens], reasons and reasons + 1, whole)
-    undisturbed = run(text, [engine], [], engine.reasons)
-    found = run(text, [engine] * (len(deaths) + 1), deaths, engine.reasons)
+    engine = ExactEngine(["w", *tokens], whole)
+    undisturbed = run(text, [engine], [])
+    found = run(text, [engine] * (len(deaths) + 1), deaths)
     assert _same_identity(found) == _same_identity(undisturbed)
+
+
+CHATS = st.sampled_from([body for api, body in EXACT_REQUESTS if api is Api.CHAT])
+
+
+@given(CHATS, TOKENS, TOKENS, st.booleans(), st.lists(st.integers(1, 40), max_size=4), st.integers(1, 30))
+def test_reasoning_goes_on_with_the_same_bytes(
+    asked: dict[str, Any], thought: list[str], tokens: list[str], opened: bool, deaths: list[int], most: int
+) -> None:
+    """Before its end, at it and behind it; in the answer of a model that begins it, and behind a prompt that does."""
+    text = TextRequest.of(Api.CHAT, {"stream": True, "temperature": 0, **asked, "max_tokens": most + 2})
+    engine = ExactEngine([*([] if opened else [START]), "\n", *thought, END, *tokens, "."], opened=opened)
+    undisturbed = run(text, [engine], [], silent=1)
+    found = run(text, [engine] * (len(deaths) + 1), deaths, silent=1)
+    assert _same_identity(found) == _same_identity(undisturbed)
+
+
+@given(
+    HALVES,
+    HALVES,
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(1, 40), max_size=3),
+    st.lists(st.integers(1, 3), min_size=4, max_size=4),
+)
+def test_reasoning_in_other_events_says_the_same(
+    thought: list[str], tokens: list[str], opened: bool, strips: bool, deaths: list[int], parts: list[int]
+) -> None:
+    """Several tokens in one event, and parsers that remove the white space before its end: if no part shows that its parser
+    does not, it is removed."""
+    text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 99, wants_usage=True)})
+    listed = [*([] if opened else [START]), "\n", "I", *thought, END, *tokens, "."]
+    engines = [
+        ExactEngine(listed, opened=opened, strips=strips, parts=parts[at:] + parts[:at])
+        for at in range(len(deaths) + 1)
+    ]
+    silent = 2 if strips or not opened else 1
+    assert thoughts(run(text, engines, deaths, silent)) == thoughts(run(text, engines[:1], [], silent))
+
+
+def thoughts(raw: bytes) -> tuple[str, str, Any]:
+    """The reasoning, the content and the usage of a chat."""
+    decoded = [json.loads(event[6:]) for event in raw.split(b"\n\n") if event.startswith(b"data: {")]
+    deltas = [choice["delta"] for one in decoded for choice in one["choices"]]
+    reasoning, content = ("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "content"))
+    usage = {name: value for name, value in decoded[-1]["usage"].items() if name != "completion_tokens_details"}
+    return reasoning.rstrip(), content, usage
 
 
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
@@ -204,17 +258,6 @@ def test_a_part_is_not_guessed(whole: bool, parts: list[int]) -> None:
 def generate_request() -> TextRequest:
     body = {"stream": True, "input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 99}}
     return TextRequest.of(Api.GENERATE, body)
-
-
-@pytest.mark.parametrize("after", [2, 3])
-def test_reasoning_does_not_go_on(after: int) -> None:
-    """What ends it is known to the engine's parser alone."""
-    text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 9, wants_usage=True)})
-    seam, engine = Seam(text), ExactEngine(["a", "b", "c", "d"], reasons=2)
-    for event in engine.stream({**text.body, **counting_fields(text, EngineKind.VLLM, 3)})[:after]:
-        seam.feed(event)
-    with pytest.raises(CannotContinue, match="reasoning"):
-        seam.rest()
 
 
 def test_a_template_that_leaves_out_the_end_of_the_prompt_is_noticed() -> None:
@@ -246,7 +289,6 @@ def test_another_answer_is_no_continuation() -> None:
 @pytest.mark.parametrize(
     ("delta", "why"),
     [
-        ({"reasoning_content": "hm"}, Why.REASONING),
         ({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}, Why.TOOL_CALL),
         ({"audio": {"data": "aa"}}, Why.UNREADABLE),
     ],
@@ -291,6 +333,7 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
         ({"n": 2}, Why.CHOICES),
         ({"use_beam_search": True}, Why.BEAMS),
         ({"echo": True}, Why.ECHO),
+        ({"include_reasoning": False}, Why.REASONING),
         ({"response_format": {"type": "json_object"}}, Why.GUIDED),
         ({"structured_outputs": {"regex": "a+"}}, Why.GUIDED),
         ({"tools": [{}], "tool_choice": "required"}, Why.GUIDED),

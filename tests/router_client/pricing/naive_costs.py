@@ -75,7 +75,6 @@ def scores(
     candidates = whole or prompts_alone
     reported = {id: reported_by(workers[id]) for id in candidates}
     mean = mean_of([busy for busy in reported.values() if busy is not None])
-    arrivals = arrivals_of([busy for one in workers.values() if (busy := reported_by(one)) is not None])
     found: dict[str, int] = {}
     for id in candidates:
         me, mine = workers[id].endpoint, held.get(id, ())
@@ -93,11 +92,8 @@ def scores(
                 ways.append((parts, round(DISPLACED * max(0, computing))))
         best, displaced = min(ways, key=lambda way: cost(way[0], input_tokens, output_tokens, busy) + way[1])
         found[id] = cost(best, input_tokens, output_tokens, busy) + displaced
-        if profile == "engine" and interference:
-            # every running request waits for this prompt, and so do those that come until it is computed
-            running = 0 if me.role is Role.PREFILL else busy.running
-            left, backlog = cost(best, input_tokens, 0, Busy()), 40 * (busy.queued + 1_024 * busy.waiting)
-            found[id] += round(left * (interference * running + arrivals * (backlog + left / 2)))
+        if profile == "engine" and me.role is not Role.PREFILL:  # every running request waits for this prompt
+            found[id] += round(interference * cost(best, input_tokens, 0, Busy()) * busy.running)
     return found
 
 
@@ -113,13 +109,6 @@ def reported_by(record: FleetRecord) -> Busy | None:
         0 if state.queued_prefill_tokens else engine.requests_waiting,
         engine.active_kv_blocks * (record.endpoint.block_size or 1),
     )
-
-
-def arrivals_of(known: Sequence[Busy]) -> float:
-    """How many requests come to a worker in a microsecond: those that it answers, over the time of 128 tokens at mean load."""
-    mean = mean_of(known)
-    tpot_us = round(7_000 + 40 * (mean.running + 1) + 0.045 * mean.kv)
-    return sum(busy.running for busy in known) / (len(known) * 128 * tpot_us) if known else 0.0
 
 
 def mean_of(known: Sequence[Busy]) -> Busy:

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.cost import QuillcacheProfile
 from kvatlas.fleet.records import EngineState, FleetRecord, Liveness, Role
-from kvatlas.validation import DEFAULT_DECODE_TOKENS
 from router_client.pricing.pool import Pool
 from tests.router_client.pools import pool, worker
 
@@ -81,11 +79,3 @@ def test_a_tenant_has_the_workers_that_may_see_it(tenants: list[tuple[str, ...]]
     assert found is whole or found is whole.of_tenant(tenant_id)
     again = whole.read_again({id: record.model_copy(update={"heard_us": 9}) for id, record in workers.items()})
     assert again is not None and {candidate.id for candidate in again.of_tenant(tenant_id).candidates} == allowed
-
-
-def test_arrivals_are_the_running_requests_over_the_time_of_an_answer() -> None:
-    busy = Pool.of(pool(worker("w1", load={"running_decodes": 9}), worker("w2", load={"running_decodes": 15})))
-    assert busy.arrivals == 12 / (DEFAULT_DECODE_TOKENS * (7_000 + 40 * 13))
-    assert Pool.of(pool(worker("w1", load={"running_decodes": 0}), worker("w2", load=None))).arrivals == 0
-    assert Pool.of(pool(worker("w1", load=None))).arrivals == 0
-    assert Pool.of(busy.records, profile=QuillcacheProfile()).arrivals == 0  # it predicts no time

@@ -28,7 +28,6 @@ from router_client import (
 )
 from router_client.pricing.pool import UNKNOWN_DISPLACED
 from tests.router_client.pools import BLOCK_BYTES, FETCH_BY, PEER, SCOPE, hold, pool, worker
-from tests.router_client.pricing.naive_costs import arrivals_of, reported_by
 from tests.router_client.pricing.pairs import PROMPT, QUEUED, SETTINGS, TOKENS, decode, prefill, router
 
 pytestmark = pytest.mark.anyio
@@ -47,18 +46,6 @@ async def test_a_busy_decode_worker_gets_its_prompt_from_a_prefill_worker() -> N
     assert pair.decode.source == "p"
     assert pair.score_us == pair.prefill.score_us + pair.decode.score_us
     assert pair.ttft_us == 8_000 * 40 + round(0.00065 * 8_000**2) + terms["transfer"].us
-
-
-async def test_of_equally_busy_workers_the_one_that_answers_computes_the_prompt() -> None:
-    """Later requests wait behind a prompt on a prefill worker too."""
-    records = pool(prefill("p"), decode("d"), decode("e", load={"running_decodes": 90}))
-    pair = await (await router(records)).reserve_pd(PROMPT, dry_run=True)
-    assert (pair.prefill, pair.worker_id) == (None, "d")
-    delays = [
-        {term.name: term.us for term in way[0].terms}["interference"]
-        for way in (pair.ranking.prefills, pair.ranking.wholes)
-    ]
-    assert delays[0] == delays[1] > 0
 
 
 async def test_an_idle_decode_worker_computes_its_prompt_itself() -> None:
@@ -141,7 +128,6 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, int]]:
 def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens: int, least: int) -> list[int]:
     """What each way costs: every worker that does both, and every pair."""
     profile = EngineProfile()
-    arrivals = arrivals_of([busy for record in records.values() if (busy := reported_by(record)) is not None])
 
     def usable(id: str) -> int:
         size = records[id].endpoint.block_size or 0
@@ -190,8 +176,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         (mine, displaced), load = plan(id, output), reported_load(id)
         alone = profile.price(mine).ttft_us
         assert alone is not None
-        running = 0 if records[id].endpoint.role is Role.PREFILL else load.running_decodes
-        waits = alone * (0.4 * running + arrivals * (40 * load.queued_prefill_tokens + alone / 2))
+        waits = 0 if records[id].endpoint.role is Role.PREFILL else 0.4 * alone * load.running_decodes
         return profile.price(mine._replace(load=load)).score_us + displaced + round(waits)
 
     costs = []
@@ -236,9 +221,8 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
             await client.reserve_pd(asked, dry_run=True)
         return
     pair = await client.reserve_pd(asked, dry_run=True)
-    loads = [busy for record in records.values() if (busy := reported_by(record)) is not None]
-    delayed = max(0.4 * busy.running + arrivals_of(loads) * 40 * (busy.queued + 2 * tokens) for busy in loads)
-    rounded = 4 + delayed  # each term to a microsecond, the work before it is multiplied
+    delayed = max(record.load.running_decodes for record in records.values() if record.load is not None)
+    rounded = 4 + 0.4 * delayed  # each term to a microsecond, the work before it is multiplied
     assert pair.score_us == pytest.approx(min(costs), abs=rounded)
     other = pair.ranking.alternative
     assert other is None or other.score_us >= pair.score_us - rounded

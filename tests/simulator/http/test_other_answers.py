@@ -45,9 +45,10 @@ async def test_a_streamed_response_is_the_whole_one_in_pieces() -> None:
         said = events((await client.post(Api.RESPONSES, json={**body, "stream": True})).text)
         text = "".join(event["delta"] for event in said if event["type"] == "response.output_text.delta")
         assert whole["output"][0]["content"][0]["text"] == text
-        assert (said[0]["type"], said[-1]["type"]) == ("response.created", "response.completed")
+        assert (said[0]["type"], said[-1]["type"]) == ("response.created", "response.incomplete")
         done = said[-1]["response"]
-        assert (done["status"], done["usage"]["input_tokens"]) == ("completed", whole["usage"]["input_tokens"])
+        assert (done["status"], done["usage"]["input_tokens"]) == ("incomplete", whole["usage"]["input_tokens"])
+        assert [event["sequence_number"] for event in said] == list(range(len(said)))
 
 
 async def test_generate_says_the_text_so_far_and_token_ids_the_new_ones() -> None:

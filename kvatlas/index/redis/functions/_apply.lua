@@ -4,9 +4,9 @@ local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_ch
 local SHARD_KEYS, GROUP_FIELDS = 12, 4
 local MOST_CALL = 4194304 -- bytes of messages in one call
 
--- Returns what a block costs if all values are different and this long on average; 1 is the cost of a block if values are short
--- and equal. Each different value is taken apart in Lua. The figures are measured: up to some length, taking a value apart
--- costs more than copying it.
+-- Returns the cost of a block if all values differ and have this average length; 1 is the cost with short, equal
+-- values. Each distinct value is parsed in Lua. The figures are measured: up to some length, parsing a value costs more
+-- than copying it.
 local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
@@ -14,8 +14,8 @@ end
 -- With few samples only very long values count, because each is copied several times.
 local LONG, FEW_SAMPLES = 2048, 2
 
--- Returns what a block of each scope costs, estimated from some of the values (0: the scope has few blocks), and what all
--- blocks of the call cost.
+-- Returns the cost of a block of each scope, estimated from some of the values (0: the scope has few blocks), and the
+-- cost of all blocks of the call.
 local function weigh(keys, used)
   local weights, cost = {}, 0
   for i = 1, #used do

@@ -140,7 +140,7 @@ local function delete_fields(key, fields)
   end
 end
 
--- Changes how many blocks holders have by scope and tier, and their moments. changes: {field -> difference}
+-- Changes the number of holders' blocks by scope and tier, and their moments. changes: {field -> difference}
 local function change_held(k, changes)
   local fields, set, gone, moved = {}, {}, {}, {}
   for field, change in pairs(changes) do
@@ -186,7 +186,7 @@ local function bytes_in(sizes, place)
   return sizes[place] or sizes[string.sub(place, 1, 8)] or 0
 end
 
--- Returns {field, block-ms...} of some holders' scopes, those of none left out.
+-- Returns {field, block-ms...} of some holders' scopes, without those that are 0.
 local function block_ms_of(k, holders, scope_ids)
   local fields, found = {}, {}
   for _, holder in ipairs(holders) do
@@ -207,7 +207,7 @@ local function block_ms_of(k, holders, scope_ids)
   return found
 end
 
--- Adds the byte-ms of holders that have no block of these scopes any more to what is spent.
+-- Adds the byte-ms of holders that no longer have a block of these scopes to `spent`.
 local function settle_usage(k, holders, scope_ids)
   local found, sizes, gone = block_ms_of(k, holders, scope_ids), {}, {}
   for i = 1, #found, 2 do
@@ -225,7 +225,8 @@ end
 
 local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Works out an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new
+-- value...} to
 -- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the bytes to be
 -- written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
@@ -284,8 +285,8 @@ end
 -- Carries out operations on blocks of one scope: one operation, or several that have no block in common.
 -- op: {scope, holder, tier, tier_bit, store = true or false, digest, known = {}, parts = {packed hashes...},
 --   size = number of hashes in the parts, low, high = their sums as computed by apply_call.py}; no part repeats a hash
--- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in _apply.lua. Sets op.changed, by how many the
--- holder's blocks in the tier became more (or, below 0, fewer).
+-- scope: {id, blocks = key, mix_low, mix_high, side or nil}; count: see COUNTS in _apply.lua. Sets op.changed to the
+-- change in the number of the holder's blocks in the tier.
 local function change_blocks(scope, ops, count)
   local packed, total = {}, 0
   for _, op in ipairs(ops) do

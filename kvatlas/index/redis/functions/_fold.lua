@@ -28,7 +28,7 @@ local function flush(c)
   end
 end
 
--- Returns a holder's digest, with what the call has changed so far.
+-- Returns a holder's digest, including changes by this call.
 local function digest_for(c, holder)
   local digest = c.digests[holder]
   if not digest then
@@ -55,8 +55,8 @@ local function with_sizes(scope_id, stored, use)
   return table.concat(merged)
 end
 
--- Notes that the holder has blocks of this scope, so that a sweep looks there. Their sizes are those that its messages gave
--- last.
+-- Records that the holder has blocks of this scope, so that a sweep looks there, with the sizes that its messages last
+-- gave.
 local function touch(self, holder, scope_id)
   local c = self.c
   local new = c.newly_touched[holder] or { known = {} }
@@ -117,7 +117,7 @@ local function queue(self, holder, event, store)
   end
 end
 
--- Notes in the side index, if it is on, that the event's blocks follow each other.
+-- Records in the side index, if it is on, that the event's blocks follow each other.
 local function link_blocks(self, event)
   local side = self.c.scopes[event[EVENT_SCOPE]].side
   if side then

@@ -34,7 +34,7 @@ local function allocate(k, state, worker, reuse_ms)
   return holder
 end
 
--- From now on the holder's blocks are not found; a sweep frees their memory later. O(1).
+-- Retires the holder: its blocks are no longer found, and a sweep frees their memory later. O(1).
 local function retire_holder(k, holder, worker)
   if holder == '' then
     return
@@ -55,7 +55,7 @@ local function activate_holder(k, holder, worker)
   change_version(k)
 end
 
--- Closes the worker's incarnation: its blocks are not found any more, and its messages are not applied.
+-- Closes the worker's incarnation: its blocks are no longer found, and its messages no longer applied.
 local function close_worker(k, record, worker)
   retire_holder(k, record[ACTIVE], worker)
   retire_holder(k, record[LOADING], worker)
@@ -74,7 +74,7 @@ local function retired_among(key, packed)
   return retired
 end
 
--- Returns for how many ms each of these holders was active, until now or until it was retired.
+-- Returns how many ms each of these holders has been active, or was until it was retired.
 local function spans_of(key, holders)
   local now, spans = now_ms(), {}
   for holder, entry in pairs(read_fields(key, holders)) do

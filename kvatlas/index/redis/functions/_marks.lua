@@ -5,7 +5,7 @@
 
 local SEGMENT = 64 -- blocks in a segment; its head has one bit for each
 local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a head (holder, 64 bits)
-local SHORT = 1024 -- up to so many bytes, a plain search in a value is faster than halving
+local SHORT = 1024 -- in values of up to this many bytes, a plain search is faster than a binary one
 local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
 
 -- Returns how many bytes an entry has in this field of marks.
@@ -25,7 +25,7 @@ local function new_marks(dropped)
   return { dropped = dropped, words = { 0, 0, 0, 0, 0, 0 }, changed = true }
 end
 
--- Returns a holder's marks, with what the call has changed so far; false: the holder has no marks.
+-- Returns a holder's marks, including changes by this call; false: the holder has no marks.
 local function marks_for(c, holder)
   local marks = c.marks[holder]
   if marks == nil then

@@ -1,10 +1,10 @@
 -- The deepest position at which each marked holder can resume a chain: exact, found by reading a few fields for each holder.
 
-local NEAR = 2 -- segments that are looked at first: the one in which a holder's depth lies, and the one before it
-local HOLDERS = 64 -- one call looks at the marks of this many
-local BUDGET = 1000 -- fields and entries that one call looks at beyond the near segments
+local NEAR = 2 -- segments to read first: the one in which a holder's depth lies, and the one before it
+local HOLDERS = 64 -- holders whose marks one call reads
+local BUDGET = 1000 -- fields and entries that one call reads beyond the near segments
 local HEADS_A_READ = 32
-local MOST_CHAIN = 2097152 -- bytes of a chain's hashes, and of what else a call says about it
+local MOST_CHAIN = 2097152 -- bytes of a chain's hashes, and of the call's other arguments
 local NOWHERE = '\0\0\0\0'
 
 local function highest_bit(word)
@@ -70,7 +70,7 @@ local function answer(search, holder, drop, index)
   found[#found + 1] = holder .. (index and struct.pack('>I4', math.max(0, search.first + index + 1 - drop)) or NOWHERE)
 end
 
--- Begins a search for those of these holders that have marks in general. Answers for the ones that can have none in this chain.
+-- Begins a search for those of these holders that have marks, and answers for those that can't have any in this chain.
 local function begin_search(marked, key, packed, first, limit, names, belows)
   local drops, tops, n = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}, {}, 0
   local search = { key = key, packed = packed, first = first, names = names, drops = drops, tops = tops, found = {}, spent = 0 }

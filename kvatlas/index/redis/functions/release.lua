@@ -1,4 +1,4 @@
--- release: frees numbers that were swept, so that no block and no mark has them any more in any scope that they touched. The
+-- release: frees swept numbers: no block or mark in any scope that they touched still has them. The
 -- result of a sweep holds only on the server on which all of it ran (not after a failover), and only for numbers that were
 -- not freed and given out again meanwhile. If the digest of such a holder is not 0, the digest itself is damaged.
 --

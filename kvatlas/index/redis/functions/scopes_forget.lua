@@ -2,7 +2,7 @@
 --
 -- KEYS 1 scopes
 --      2 scope uses
--- ARGV 1 ms for which they must not have been registered
+-- ARGV 1 ms since which they must not have been registered
 --      2... scope ids
 -- returns how many it deleted
 register_always('kvatlas_scopes_forget', function(keys, args)

@@ -2,7 +2,7 @@
 --
 -- KEYS 1 scope uses
 -- ARGV 1 the time, ms
---      2 how many at most
+--      2 the most to return
 -- returns {scope id...}
 register_read_only('kvatlas_scopes_idle', function(keys, args)
   local uses, idle_ms, most = keys[1], integer(args[1], 0), integer(args[2], 0, 1000)

@@ -1,7 +1,8 @@
 -- budget cost of a block, of each entry of a new value, of each entry that is found, and of each other number
 local SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 1, 0.1, 0.3, 0.5
 
--- Takes a holders value apart. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these holders
+-- Parses a holders value. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these
+-- holders
 -- (worker's index and flags, 2 bytes; the flags are 0 if this is not a proper holders value: entries of 4 bytes, sorted, each
 -- number once), and the numbers of all other holders.
 local function part_of(value, mine)
@@ -27,7 +28,8 @@ local function part_of(value, mine)
   return found, others
 end
 
--- Adds what a scan returned, {hash, value...}, to what was seen so far. Values repeat, so each is taken apart once. Returns the
+-- Adds what a scan returned, {hash, value...}, to what was seen so far. Values repeat, so each is parsed once. Returns
+-- the
 -- cost.
 -- seen: {parted = {value -> {hashes, mine, others}}, see part_of; is_other = {number of another holder -> true};
 --   others = {that holder...}; found = {hash, worker's index, flags, packed...}}

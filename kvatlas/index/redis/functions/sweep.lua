@@ -22,7 +22,7 @@ local SWEEP_KEYS = 7
 local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 local SETTLE_COST = 0.5 -- of a holder in a scope
 
--- Takes a holders value apart. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as
+-- Parses a holders value. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as
 -- numbers, and the value without them.
 local function without_retired(value, swept)
   local entries, count = entries_of(value)

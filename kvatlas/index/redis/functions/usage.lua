@@ -1,12 +1,12 @@
--- usage: for how long a holder has had how many bytes, by scope and tier, since it is active.
+-- usage: the byte-ms of a holder since it became active, by scope and tier.
 --
 -- KEYS 1 holders
 --      2 held
 --      3 moments
 --      4 touched
 -- ARGV 1 holder
---      2 how many of its entries in touched to leave out
---      3 how many to look at
+--      2 how many of its entries in touched to skip
+--      3 how many to read
 -- returns {number of its entries, {scope id and tier (a byte), byte-ms as text...}}
 register_read_only('kvatlas_usage', function(keys, args)
   local k, holder = { holders = keys[1], held = keys[2], moments = keys[3], touched = keys[4] }, args[1]

@@ -1,4 +1,4 @@
--- usage_fold: counts what is spent of these scopes without their names from now on.
+-- usage_fold: adds what these scopes spent to one sum without names.
 --
 -- KEYS 1 spent
 -- ARGV scope ids

@@ -1,0 +1,83 @@
+"""Where an answer is cut: the next engine gets what is before, and repeats what the client has behind."""
+
+from dataclasses import dataclass
+
+from kvatlas_router.continuation.rest_request import begun_stop, has_ids, most_tokens, stops_of
+from kvatlas_router.continuation.sent_answer import SentAnswer
+from kvatlas_router.continuation.thoughts import END, Markers, Thoughts
+from kvatlas_router.tokens.text_request import Api, TextRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is missing. `parts`, `tokens`: how much of the answer the next engine gets, in parts and in tokens; it repeats what
+    the client has beyond that. `lag`: at most so many of the tokens have no text yet; None: the tokens are guessed.
+    `by_ids`: a conversation goes on as a completion of token ids. `reasoned`: it has reasoning, so how that is marked must be
+    known; then the next engine generates `markers`, and begins `inside` the reasoning or not, of which the client has
+    `thought` tokens; `apart`: tokens before its end that engines don't count as reasoning. `is_known`: its tokens begin with
+    the prompt's; else that is not known."""
+
+    parts: int = 0
+    tokens: int = 0
+    lag: int | None = 0
+    by_ids: bool = False
+    reasoned: bool = False
+    markers: Markers | None = None
+    inside: bool = False
+    apart: int = 0
+    thought: int = 0
+    is_known: bool = True
+
+    def counted(self, tokens: int) -> int:
+        """The tokens of the answer that the next engine gets, of whose text these were read."""
+        return tokens if self.lag is None else min(self.tokens, max(self.tokens - self.lag, tokens))
+
+
+class Cuts:
+    """Finds the last place where an answer can be cut. `most`: its limit of tokens."""
+
+    def __init__(self, text: TextRequest, sent: SentAnswer, thoughts: Thoughts) -> None:
+        self.most = most_tokens(text)
+        self._sent = sent
+        self._thoughts = thoughts
+        self._stops = stops_of(text)
+        self._chat = text.api.is_conversation
+        self._with_ids = has_ids(text)
+        self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
+
+    def is_at_limit(self, tokens: int) -> bool:
+        """True if no token may follow these."""
+        return self.most is not None and tokens >= self.most
+
+    def find(self, text: str, *, by_ids: bool, finished: bool, most_parts: int | None) -> tuple[int, int]:
+        """The number of parts before it, and of their letters. `text`: what the client has. `most_parts`: no more."""
+        letters = len(text) - begun_stop(text, self._stops)
+        at, kept = self._sent.letters, len(self._sent.parts)
+        last = kept if most_parts is None else most_parts
+        last = min(last, self._sent.finished_at - 1) if finished else last
+        while kept and (kept > last or not self._may_end(text, kept, at, letters, by_ids=by_ids)):
+            kept -= 1
+            at -= len(self._sent.parts[kept].text)
+        return kept, at
+
+    def _may_end(self, text: str, kept: int, at: int, letters: int, *, by_ids: bool) -> bool:
+        """May another engine get the answer up to this part? It must be able to generate a token, see whole stop strings, and
+        read the text as it is: templates may strip white space."""
+        last = self._sent.end_of(kept)
+        if self.is_at_limit(last.tokens):
+            return False
+        if not last.text:  # a token of a letter that is not complete, or one held back
+            return False
+        if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
+            return False
+        if self._thoughts.reasoned and not self._thoughts.keeps and END not in text[:at]:
+            behind = text[at : at + 1]
+            if not behind or behind.isspace() or behind == END:
+                return False  # white space behind it may be missing
+        return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
+
+    def _gives_ids(self, kept: int) -> bool:
+        """True if the part's ids end with its text: an event of several may end within a letter."""
+        if self._letters_are_ids:
+            return True
+        return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1

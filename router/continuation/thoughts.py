@@ -1,0 +1,125 @@
+"""An answer's reasoning and content as one text, with END between them, and how models mark that in what they generate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvatlas_router.continuation.reasons import CannotContinue, Why
+from kvatlas_router.continuation.rest_request import begun_stop
+
+END = "\ud800"
+"""No text of an engine has it: it is half of a surrogate pair."""
+_FRAMED = ("ernie", "hunyuan")
+"""Models that also mark their content, which their parsers remove."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What begins and ends a model's reasoning. Each is one token, whose `ids` depend on the model."""
+
+    start: str
+    end: str
+    ids: Sequence[int] = ()
+
+    def is_open(self, ids: Sequence[int]) -> bool:
+        """True if the last marker among these tokens begins reasoning."""
+        return next((id == self.ids[0] for id in reversed(ids) if id in self.ids), False)
+
+    def raw(self, text: str, *, opened: bool) -> str:
+        """What the model generated for a joined text. `opened`: its reasoning began in the prompt."""
+        return ("" if opened else self.start) + text.replace(END, self.end)
+
+
+MARKERS = tuple(
+    Markers(*pair)
+    for pair in (
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<seed:think>", "</seed:think>"),
+        ("<mm:think>", "</mm:think>"),
+    )
+)
+"""Those of the reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing but the markers."""
+
+
+def markers_of(model_id: str | None) -> Sequence[Markers]:
+    """The markers that this model may have."""
+    return () if model_id is None or any(name in model_id.lower() for name in _FRAMED) else MARKERS
+
+
+class Thoughts:
+    """Joins the parts of the first engine, and those of later ones, which are not parsed. `reasoned`: it has reasoning;
+    `thinks`: the client has nothing behind it yet. `keeps`: engines send white space at the end of a part at once; parsers
+    that remove it from the end of the reasoning send it with the next part."""
+
+    def __init__(self) -> None:
+        self.reasoned = self.thinks = self.keeps = False
+        self.markers: Markers | None = None
+        self.inside = False
+        """The current engine's tokens are reasoning."""
+        self._held = ""
+        self._between = self._fresh = False
+
+    def join(self, reasoning: str, content: str) -> str:
+        """A part of the first engine. Raises CannotContinue for reasoning behind content."""
+        if reasoning:
+            if self.reasoned and not self.thinks:
+                raise CannotContinue(Why.REASONING)
+            self.reasoned = self.thinks = True
+            self.keeps = self.keeps or reasoning[-1].isspace()
+        if not (content and self.thinks):
+            return reasoning + content
+        self.thinks = False
+        return reasoning + END + content
+
+    def resume(self, markers: Markers | None, *, inside: bool, fresh: bool) -> None:
+        """From now on, parts are as another engine's model generates them. `markers` None: no reasoning is among them.
+        `fresh`: the first one may begin it."""
+        self.markers, self.inside, self._held = markers, inside, ""
+        self._between, self._fresh = False, fresh and not inside
+
+    def follow(self, reasoning: str, content: str) -> str:
+        """A part of another engine that parses the reasoning itself. Raises CannotContinue for reasoning behind its end."""
+        if reasoning and not self.inside:
+            raise CannotContinue(Why.DIVERGED)
+        if not (content and self.inside):
+            return reasoning + content
+        self.inside = False
+        return reasoning + END + content
+
+    def read(self, text: str, *, last: bool) -> str:
+        """A part of it as joined text. It is empty as long as it may belong to a marker or to what parsers remove. Raises
+        CannotContinue if it has no markers."""
+        if self.markers is None:
+            return text
+        text, self._held, thought = self._held + text, "", ""
+        if self._fresh and text:
+            self._fresh = False
+            self.inside = text.startswith(self.markers.start)
+            if not self.inside:
+                raise CannotContinue(Why.REASONING)  # its parser does not need what begins it
+            text = text.removeprefix(self.markers.start)
+        if self.inside:
+            thought, found, text = text.partition(self.markers.end)
+            if not found and not last and self._may_go_on(thought):
+                self._held = thought
+                return ""
+            if found:
+                self.inside, self._between = False, True
+            thought = thought if self.keeps else thought.rstrip()
+        if text and self._between:
+            self._between = False
+            return thought + END + text
+        return thought + text
+
+    def _may_go_on(self, thought: str) -> bool:
+        assert self.markers is not None
+        return begun_stop(thought, (self.markers.end,)) > 0 or (not self.keeps and thought[-1:].isspace())
+
+    def write(self, text: str) -> tuple[str, str]:
+        """The reasoning and the content of a part that the client gets."""
+        if not self.thinks:
+            return "", text
+        reasoning, ended, content = text.partition(END)
+        self.thinks = not ended
+        return reasoning, content
