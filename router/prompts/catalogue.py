@@ -23,6 +23,8 @@ LOOK_AGAIN_S = 0.1
 """Minimum interval between reads of the fleet for such a request."""
 LOOK_S = 1.0
 """Limit on the duration of that read."""
+MOST_TENANTS = 1_024
+"""Limit of what is remembered by tenant; clients may name any."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -271,7 +273,7 @@ class Catalogue:
     async def _read_current(self) -> Mapping[str, FleetRecord]:
         """The last-read records; what was derived from other records or lists is forgotten."""
         records, (of, version) = await self._read_records(), self._derived_from
-        if of is not records or version != self._lists.version:
+        if of is not records or version != self._lists.version or len(self._asked) > MOST_TENANTS:
             self._derived_from = records, self._lists.version
             self._served, self._unfit, self._asked = {}, {}, {}
         return records
