@@ -41,6 +41,7 @@ def check_origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+@lru_cache(maxsize=16_384)
 def host_and_port(origin: str) -> tuple[str, int]:
     """Host and port of an origin. Raises InvalidValue for any other URL."""
     parts = urlsplit(check_origin(origin))

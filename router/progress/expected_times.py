@@ -73,7 +73,8 @@ class ExpectedTimes:
 
     def add_silence(self, seconds: float, now: float) -> None:
         """Record how long an engine with work was silent before it made progress."""
-        if seconds <= MOST_QUIET_S and seconds >= self._longest(now):
+        # a shorter one changes no bound, since none is below SURE x LEAST_SUSPECT_S
+        if LEAST_SUSPECT_S <= seconds <= MOST_QUIET_S and seconds >= self._longest(now):
             self._longest_s, self._longest_at = seconds, now
 
     def bounds(self, kind: str, predicted_s: float | None, now: float) -> Bounds:

@@ -291,7 +291,9 @@ class ProgressMonitor:
             engine.probe.cancel()
 
     def _times_of(self, pool_id: str) -> ExpectedTimes:
-        return self._times.setdefault(pool_id, ExpectedTimes())
+        if (times := self._times.get(pool_id)) is None:
+            times = self._times[pool_id] = ExpectedTimes()
+        return times
 
     async def _run(self) -> None:
         while self._task.running:

@@ -23,6 +23,8 @@ LOOK_AGAIN_S = 0.1
 """Minimum interval between reads of the fleet for such a request."""
 LOOK_S = 1.0
 """Limit on the duration of that read."""
+MOST_TENANTS = 1_024
+"""Limit of what is remembered by tenant; clients may name any."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -61,8 +63,11 @@ class Catalogue:
         self._last = LastKnownRecords(clock)
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
+        self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
+        """The records and the version of the lists from which the next three follow."""
+        self._served: dict[str | None, ServedModel] = {}
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
-        self._unfit_of: object = None
+        self._asked: dict[tuple[ServedModel, str | None, str], Sequence[str]] = {}
         self._kinds: dict[str, EngineKind] = {}
         self._kinds_of: object = None
         self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
@@ -90,11 +95,7 @@ class Catalogue:
         served = await self._find(name)
         if name is None or served is None:
             return {}
-        records = await self._read_records()
-        state = id(records), self._lists.version
-        if self._unfit_of != state:
-            self._unfit_of = state
-            self._unfit.clear()
+        records = await self._read_current()
         key = served, name
         if key not in self._unfit:
             self._unfit[key] = self._find_unfit(served, name, records)
@@ -106,14 +107,16 @@ class Catalogue:
         if served is None:
             return ()
         unfit = await self.unfit_for(request.model)
-        tenant_id = request.tenant_id or self.tenant_id
-        records = (await self._read_records()).items()
-        urls = {
-            r.endpoint.url
-            for id, r in records
-            if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(tenant_id)
-        }
-        return sorted(urls - {""})
+        records = (await self._read_current()).items()
+        key = served, request.model, request.tenant_id or self.tenant_id
+        if key not in self._asked:
+            urls = {
+                r.endpoint.url
+                for id, r in records
+                if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(key[2])
+            }
+            self._asked[key] = sorted(urls - {""})
+        return self._asked[key]
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
         """The name under which a worker's engine serves its model, if it listed any; otherwise the model's id."""
@@ -210,7 +213,12 @@ class Catalogue:
         return found
 
     async def _find_known(self, name: str | None) -> ServedModel | None:
-        records = (await self._read_records()).values()
+        records = (await self._read_current()).values()
+        if (known := self._served.get(name)) is None and (known := self._find_among(name, records)) is not None:
+            self._served[name] = known
+        return known
+
+    def _find_among(self, name: str | None, records: Collection[FleetRecord]) -> ServedModel | None:
         pools = {(record.endpoint.model_id, record.endpoint.tokenizer_id) for record in records}
         if name is None:
             return ServedModel(*next(iter(pools))) if len(pools) == 1 else None
@@ -261,6 +269,14 @@ class Catalogue:
             await asyncio.sleep(LIST_AGE_S)
 
     # ------------------------------------------------------------ records
+
+    async def _read_current(self) -> Mapping[str, FleetRecord]:
+        """The last-read records; what was derived from other records or lists is forgotten."""
+        records, (of, version) = await self._read_records(), self._derived_from
+        if of is not records or version != self._lists.version or len(self._asked) > MOST_TENANTS:
+            self._derived_from = records, self._lists.version
+            self._served, self._unfit, self._asked = {}, {}, {}
+        return records
 
     async def _read_records(self) -> Mapping[str, FleetRecord]:
         """The last-read records, with a new read in the background if they are old. Waits only for the first read."""

@@ -131,7 +131,8 @@ class ClientRequest:
 
     async def send_part(self, body: bytes) -> None:
         """Send a part of the body; more follows."""
-        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        self.sent_bytes += len(body)
+        await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
         """Send an engine's whole answer; in a stream that has begun, send its error instead."""

@@ -8,9 +8,12 @@ first one.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count, islice
 from math import inf
 from typing import Any
+
+import orjson
 
 from kvatlas.engine_access import KEY_CURE, REFUSED
 from kvatlas_router.tokens.engine_questions import (
@@ -184,7 +187,8 @@ def _is_answer(path: str, status: int) -> bool:
 
 def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
     """The URL, the status and the decoded JSON; None if it is not JSON."""
-    try:
+    with suppress(ValueError):
+        return url, answer.status, orjson.loads(answer.body)  # a number too long for it is no token id either
+    with suppress(ValueError, RecursionError):
         return url, answer.status, answer.json()
-    except (ValueError, RecursionError):
-        return url, answer.status, None
+    return url, answer.status, None

@@ -62,13 +62,16 @@ class PromptReader:
             return replace(guess, prompt=said, untokenized=why)
         salt = request.cache_salt
         keys = ((salt,),) if salt is not None and not self.settings.salt_is_tenant else None
-        length = _letters(request) // LETTERS_A_TOKEN + request.media_items * MEDIA_TOKENS
+        length = None
+        if tokens.cut:
+            whole = _letters(request) // LETTERS_A_TOKEN + request.media_items * MEDIA_TOKENS
+            length = max(whole, len(tokens.ids) + 1)
         prompt = Prompt.of_tokens(
             scope,
             tokens.ids,
             extra_keys=keys,
             media=tokens.media,
-            input_tokens=max(length, len(tokens.ids) + 1) if tokens.cut else None,
+            input_tokens=length,
             output_tokens=self.settings.output_tokens,
             output_limits=limits,
             slo=self.settings.slo,

@@ -94,6 +94,8 @@ class RankedResults(Sequence[SelectionResult]):
 
     def load_of(self, worker_id: str) -> Load | None:
         """The load that a worker was priced with; None for a worker that is not a candidate."""
+        if self._first is not None and self._first.worker_id == worker_id and self._first.plan is not None:
+            return self._first.plan.load
         return next((self._by_offer[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
 
     def _price_all(self) -> tuple[SelectionResult, ...]:

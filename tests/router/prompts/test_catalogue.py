@@ -7,7 +7,8 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, FleetRecord
-from kvatlas_router.prompts.catalogue import FLEET_AGE_S, Catalogue
+from kvatlas_router.prompts.catalogue import FLEET_AGE_S, MOST_TENANTS, Catalogue
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
 from tests.router.upstream.nearby_engines import engine_client
@@ -93,3 +94,24 @@ async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
             fleet.now_s += 2 * FLEET_AGE_S
             catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
             assert await catalogue.kind_of(SCOPE) is kind
+
+
+async def test_engines_and_names_are_found_again_when_the_records_change() -> None:
+    fleet = Fleet()
+    fleet.open.set()
+    one = record("o", "http://o:1")
+    other = one.model_copy(update={"endpoint": one.endpoint.model_copy(update={"model_id": "other"})})
+    chat = TextRequest.of(Api.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
+
+    async def asks(*urls: str) -> bool:
+        return list(await catalogue.engines_of(chat)) == list(urls)
+
+    async with engine_client() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        for tenant in range(2 * MOST_TENANTS):  # what is remembered for them stays limited
+            assert await catalogue.engines_of(chat.of_engines(EngineKind.VLLM, MODEL, f"t{tenant}")) == ["http://w:1"]
+        assert await asks("http://w:1") and await catalogue.scope_of("other") is None
+        fleet.records = {**RECORDS, "v": record("v", "http://v:1"), "o": other}
+        fleet.now_s += 2 * FLEET_AGE_S
+        await until(lambda: asks("http://v:1", "http://w:1"), what="the new engine is asked too")
+        assert await catalogue.scope_of("other") is not None
