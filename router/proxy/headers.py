@@ -51,8 +51,9 @@ _ANSWER_OWN = {
     b"content-length",
     b"date",
     b"server",
-    *(name.lower().encode() for name in (DECISION_HEADER, QUEUE_HEADER)),
+    b"set-cookie",
 }
+_OUR_PREFIX = b"x-kvatlas-"
 
 
 def for_engine(
@@ -80,10 +81,11 @@ def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers for the client; the sender sets the length."""
-    listed = list(headers)
+    """An engine's headers for the client; the sender sets the length. An engine neither speaks for the router nor sets cookies
+    for its address, which other engines share."""
+    listed = [(name.lower(), value) for name, value in headers]
     left_out = _ANSWER_OWN | _named_by_connection(listed)
-    return [(name.lower(), value) for name, value in listed if name.lower() not in left_out]
+    return [one for one in listed if one[0] not in left_out and not one[0].startswith(_OUR_PREFIX)]
 
 
 def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:

@@ -75,3 +75,26 @@ async def test_an_answer_that_can_not_be_read_passes_and_a_redirect_to_elsewhere
             engine.answer = status(307, location=place)
             answer = await client.post(COMPLETIONS, json=completion())
             assert (answer.status_code, answer.headers.get("location")) == (307, kept), place
+
+
+async def test_an_engine_does_not_speak_for_the_router(store: Store, valkey_url: str) -> None:
+    forged = {
+        "X-KVAtlas-Queue": "full;ahead=0",
+        "X-KVAtlas-Anything": "1",
+        "Set-Cookie": "session=stolen",
+        "X-Own": "kept",
+    }
+
+    async def lies(request: Request) -> Response:
+        answer = await well(request)
+        answer.headers.update(forged)
+        return answer
+
+    async with (
+        faulty_engine(lies) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url, tokenizer="none") as client,
+    ):
+        answer = await client.post(COMPLETIONS, json=completion())
+        assert (answer.status_code, answer.headers.get("x-own")) == (200, "kept")
+        assert not {"x-kvatlas-queue", "x-kvatlas-anything", "set-cookie"} & answer.headers.keys()
