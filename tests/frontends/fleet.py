@@ -172,7 +172,7 @@ def _process(words: list[str], log: Path, **more: str) -> Iterator[subprocess.Po
     variables = environment(**offline, **more, SGLANG_USE_CPU_ENGINE="1", KVATLAS_TOKENIZER_DEADLINE_MS="60000")
     if "sglang" in words[2]:
         variables["PYTHONPATH"] = f"{ROOT}/tests/frontends/engines/absent:{ROOT}"
-    with log.open("w") as file:
+    with log.open("wb") as file:
         output = subprocess.PIPE if "up" in words else file
         process = spawn_child(words, cwd=ROOT, env=variables, stdout=output, stderr=file)
         try:
