@@ -39,16 +39,22 @@ def test_doctor_finds_no_fault(fleet: Fleet, router: httpx.Client) -> None:
 
 
 def test_a_prefix_goes_to_the_engine_that_holds_it(fleet: Fleet, router: httpx.Client) -> None:
-    """Straight to one engine: only its KV events can say that it has the prefix."""
+    """Straight to one engine: only its KV events can say that it has the prefix. The router is asked once they are indexed."""
+
+    def blocks_of(worker: str) -> int:
+        return next(int(one["blocks"]) for one in _kvatlas(fleet, "workers") if one["worker"] == worker)
+
     for place, engine in enumerate(fleet.engines["vllm-small"]):
         text = f"{place} is where this long prefix was computed. " * 8
         body = {"model": "vllm-small", **asks(text)}
-        assert httpx.post(f"{engine.url}/v1/chat/completions", json=body, trust_env=False).status_code == 200
         worker = engine.url.removeprefix("http://").replace(".", "-").replace(":", "-")
+        before = blocks_of(worker)
+        assert httpx.post(f"{engine.url}/v1/chat/completions", json=body, trust_env=False).status_code == 200
 
-        def chosen(body: Any = body, worker: str = worker) -> bool:
-            answer = router.post("/v1/chat/completions", json=body)
-            words = answer.headers["x-kvatlas-decision"].split(";")
-            return words[0] == f'"{worker}"' and int(words[1].removeprefix("cached=")) >= 2 * BLOCK_SIZE
+        def indexed(worker: str = worker, before: int = before) -> bool:
+            return blocks_of(worker) >= before + 2
 
-        until_sync(chosen, deadline_s=10, what=f"the prefix of {worker} is found there")
+        until_sync(indexed, what=f"the prefix of {worker} is indexed")
+        words = router.post("/v1/chat/completions", json=body).headers["x-kvatlas-decision"].split(";")
+        assert words[0] == f'"{worker}"', words
+        assert int(words[1].removeprefix("cached=")) >= 2 * BLOCK_SIZE, words
