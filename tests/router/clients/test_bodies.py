@@ -255,6 +255,22 @@ async def test_a_content_type_in_any_spelling_reaches_engines_in_the_usual_one(
             assert not own.keys() & received.headers.keys()
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", "prompt"), ("/generate", "input_ids"), ("/inference/v1/generate", "token_ids")],
+)
+async def test_a_wrong_token_id_is_refused_in_one_line_wherever_it_stands(
+    store: Store, valkey_url: str, path: str, field: str
+) -> None:
+    async with one_engine(store, valkey_url) as (engine, client):
+        for wrong in ("a", None, -1, 1 << 32, 1.5, [2]):
+            for tokens in ([1, wrong], [[1, wrong]], [*range(5_000), wrong]):
+                answer = await client.post(path, json={"model": MODEL, field: tokens})
+                assert answer.status_code == 400, (tokens[-1:], answer.text)
+                assert f"token id {wrong!r}" in answer.json()["error"]["message"]
+        assert engine.asked == 0
+
+
 @pytest.mark.parametrize("tokenizer", ["none", "engine", "folder"])
 async def test_values_of_the_wrong_kind_never_break_the_router(
     store: Store, valkey_url: str, tokenizer: str, tmp_path: Path
@@ -269,6 +285,7 @@ async def test_values_of_the_wrong_kind_never_break_the_router(
                 {**CHAT, "messages": value},
                 {"model": MODEL, "prompt": value},
                 {"model": MODEL, "prompt": [value, 1]},
+                {"model": MODEL, "prompt": [1, value]},
                 {**CHAT, "model": value},
                 *({**CHAT, name: value} for name in FIELDS),
             ]
