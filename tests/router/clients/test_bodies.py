@@ -162,6 +162,10 @@ def test_the_last_of_two_equal_keys_counts_as_for_engines() -> None:
     assert json.loads(read("/v1/responses", twice).body) == {"model": "b", "kv_transfer_params": None}
 
 
+def test_the_last_of_two_models_in_a_query_counts_as_for_engines() -> None:
+    assert RUNNER.run(read_call("POST", "/v1/embeddings", b"model=a&model=b", "", b"")).model == "b"
+
+
 def test_a_hint_of_the_cache_passes_and_the_rest_of_its_params_does_not() -> None:
     params = {"lmcache.tag": "a", "remote_host": SECRET}
     body = read("/v1/responses", json.dumps({"model": MODEL, "kv_transfer_params": params}).encode()).body
