@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
@@ -15,6 +15,8 @@ from router_client.pricing.pool import FetchKnowledge, Pool
 
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 60.0
+LISTED_S = 1.0
+"""Requests for a model without workers read the whole fleet no more often."""
 BEHIND_S = 3.0
 """Maximum age of the pool if the store is far away: it is then read in the background."""
 
@@ -24,6 +26,9 @@ class FleetReader(Protocol):
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
         """Every worker of a pool by id, including those that get no requests now. Raises Unreachable."""
+
+    async def all(self) -> Mapping[str, FleetRecord]:
+        """The same for every pool."""
 
 
 class StaticFleet:
@@ -35,6 +40,10 @@ class StaticFleet:
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
         """See `FleetReader`."""
         return {id: record for id, record in self.records.items() if record.endpoint.pool_id == pool_id}
+
+    async def all(self) -> Mapping[str, FleetRecord]:
+        """See `FleetReader`."""
+        return self.records
 
 
 class LastKnownRecords:
@@ -84,6 +93,8 @@ class FleetCache:
         self._kept: dict[str, tuple[float, Pool]] = {}
         self._reads: dict[str, asyncio.Task[Pool]] = {}
         self._last: dict[str, LastKnownRecords] = {}
+        self._models: list[tuple[str, str]] = []
+        self._listed_at = float("-inf")
 
     async def read_pool(self, pool_id: str) -> Pool:
         """The pool, at most `max_age_ms` old. Raises Unreachable."""
@@ -132,6 +143,14 @@ class FleetCache:
     def known_pools(self) -> Collection[str]:
         """Pools in which workers were ever found."""
         return list(self._kept)
+
+    async def models(self) -> Sequence[tuple[str, str]]:
+        """The models that have workers, and their tokenizers, listed at most once in LISTED_S. Raises Unreachable."""
+        if self._clock() - self._listed_at >= LISTED_S:
+            self._listed_at = self._clock()
+            endpoints = [record.endpoint for record in (await self._reader.all()).values()]
+            self._models = sorted({(endpoint.model_id, endpoint.tokenizer_id) for endpoint in endpoints})
+        return self._models
 
     async def close(self) -> None:
         """Stop reading."""

@@ -194,7 +194,7 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        if goes_on and not stream.done:
+        if not stream.done and (goes_on or _may_be_cut(request, answer)):
             raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
@@ -285,6 +285,8 @@ class AnswerRelay:
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
+        elif not stream.done and stream.error is None and _may_be_cut(request, answer):
+            raise EngineLost("the stream ended before the answer")
         await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
             raise EngineFailed(stream.error)
@@ -319,6 +321,12 @@ class AnswerRelay:
 
 def _kind_of(choice: Booked) -> EngineKind:
     return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
+
+
+def _may_be_cut(request: ClientRequest, answer: StreamedAnswer) -> bool:
+    """True if the answer to a request for tokens, which has an event for its end, may lack it because its connection was
+    lost."""
+    return request.text is not None and answer.rest.may_be_cut
 
 
 async def _report(call: Awaitable[None]) -> None:

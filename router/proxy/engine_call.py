@@ -129,4 +129,4 @@ def _is_form(content_type: str) -> bool:
 
 
 def _model_in_query(query: bytes) -> str | None:
-    return parse_qs(query.decode("latin-1")).get("model", [None])[0] if query else None
+    return parse_qs(query.decode("latin-1")).get("model", [None])[-1] if query else None

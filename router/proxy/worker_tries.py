@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from kvatlas.errors import Unreachable
+from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why
@@ -115,6 +115,9 @@ class WorkerTries:
                 if attempts.refused is not None or attempts.begun:
                     break
                 await self._hold_off(attempts.request, error)
+                return True
+            except InvalidValue as error:  # a wrong token id, found only on hashing
+                await attempts.request.refuse(ErrorKind.INVALID, str(error))
                 return True
             except (NoWorkers, Unreachable) as error:
                 attempts.line = attempts.line or str(error)

@@ -10,8 +10,9 @@ from typing import Self
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from kvatlas.errors import KvatlasError
+from kvatlas.runtime.json_text import decode
 from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.event_parser import can_be_read, is_json
+from kvatlas_router.answers.event_parser import can_be_read, header_value, is_json
 from kvatlas_router.progress.watched_try import WatchedTry
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from kvatlas_router.upstream.engine_connection import RawHeaders
@@ -163,7 +164,10 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
             watched.progress(part)
             parts.append(part)
         clock.part()
-        return WholeAnswer(incoming.status, headers, b"".join(parts), clock)
+        body = b"".join(parts)
+        if incoming.may_be_cut and not _is_whole(headers, body):
+            raise EngineLost("the connection ended before the answer")
+        return WholeAnswer(incoming.status, headers, body, clock)
     if first := await incoming.read():
         watched.progress(first)
         return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers))
@@ -181,3 +185,14 @@ def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
                 continue
         kept.append((name, value))
     return kept
+
+
+def _is_whole(headers: RawHeaders, body: bytes) -> bool:
+    """False for the beginning of a JSON text."""
+    if not (body and is_json(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")):
+        return True
+    try:
+        decode(body)
+    except ValueError:
+        return False
+    return True

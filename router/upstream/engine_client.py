@@ -60,6 +60,11 @@ class IncomingAnswer:
         self._connection = connection
         self._release: partial[None] | None = release
 
+    @property
+    def may_be_cut(self) -> bool:
+        """True if the answer's end can't be told from a lost connection: its head gives no length."""
+        return self._connection.until_closed
+
     async def read(self) -> bytes:
         """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
         part = await self._connection.read()

@@ -30,8 +30,8 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 class EngineConnection(asyncio.Protocol):
     """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
-    it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `closed`: of no more
-    use. `idle_since`: for its owner."""
+    it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `until_closed`: only
+    the connection's end is the answer's. `closed`: of no more use. `idle_since`: for its owner."""
 
     __slots__ = (
         "_bare_bytes",
@@ -50,7 +50,6 @@ class EngineConnection(asyncio.Protocol):
         "_timeout_s",
         "_timer",
         "_transport",
-        "_until_closed",
         "_without_body",
         "closed",
         "done",
@@ -60,6 +59,7 @@ class EngineConnection(asyncio.Protocol):
         "idle_since",
         "is_stale",
         "status",
+        "until_closed",
     )
 
     _transport: asyncio.Transport
@@ -86,7 +86,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_silent = True
         self.failure = ""
         self._without_body = without_body
-        self._interim = self._until_closed = self._keep = self._paused = self._last_look = False
+        self._interim = self.until_closed = self._keep = self._paused = self._last_look = False
         self._bare_bytes = self._kept_bytes = 0
         self._parts.clear()
         self._heard_at = self._loop.time()
@@ -203,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
         if not by_engine:
             self._fail("the router closed the connection")
             return
-        if exc is None and self._until_closed:
+        if exc is None and self.until_closed:
             self.done = True
         self.is_stale = self._is_silent and self._loop.time() - self._heard_at <= STALE_S
         self._fail("it closed the connection" if exc is None else describe(exc))
@@ -235,7 +235,7 @@ class EngineConnection(asyncio.Protocol):
         self.status, self.has_head = status, True
         if self._without_body:
             self.done = True
-        self._until_closed = not self.done and not any(
+        self.until_closed = not self.done and not any(
             name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
             for name, value in ((name.lower(), value) for name, value in self.headers)
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 
 from kvatlas.errors import Unreachable
-from kvatlas.identity import Scope
+from kvatlas.identity import DEFAULT_TENANT, Scope
 from kvatlas.reservations import (
     Ask,
     Evaluation,
@@ -50,7 +50,7 @@ from router_client.settings import RouterSettings
 APART_S = 2.0
 MOST_SCOPES = 4_096
 MOST_NAMED = 8
-"""Limit of left-out workers that an error names."""
+"""Limit of left-out workers, or of models, that an error names."""
 
 
 class Decider:
@@ -154,7 +154,7 @@ class Decider:
             case, waits = replace(case, why=case.why or failure), not failure
         quotes = self._policy.quote(case)
         if not quotes:
-            raise self._no_workers(prompt, case.pool.left_out)
+            raise await self._no_workers(prompt, case.pool.left_out, deadline)
         if (followed := self._policy.choose_followed(prompt, case.pool)) is not None:
             case = replace(case, followed=followed, prompt=_waiting_for(case.prompt, case.pool, {followed}))
         listed = shortlist(quotes, case.followed)
@@ -184,7 +184,7 @@ class Decider:
         case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
         pairs = self._policy.quote_pairs(case).shortlist()
         if not pairs.can_serve:
-            raise self._no_workers(prompt, case.pool.left_out_of_pairs)
+            raise await self._no_workers(prompt, case.pool.left_out_of_pairs, deadline)
         quotes = pairs.all_quotes
         ask = pairs.to_pair_ask(self._policy.ask(case, quotes))
         booked: tuple[Evaluation, tuple[Reservation, ...]] | None = None
@@ -267,15 +267,31 @@ class Decider:
         self._counters.fleet_failures += bool(why)
         return pool, why
 
-    def _no_workers(self, prompt: Prompt, left_out: Mapping[str, str]) -> NoWorkers:
+    async def _no_workers(self, prompt: Prompt, left_out: Mapping[str, str], deadline: Deadline) -> NoWorkers:
         """The error that says in one line why no worker can take the prompt."""
         self._counters.no_workers += 1
         scope = prompt.scope
         pool = f"pool {scope.pool_id} (model {scope.model_id}, tokenizer {scope.tokenizer_id})"
         if not left_out:
-            return NoWorkers(f"{pool} has no workers; is a publisher running for this model and tokenizer?")
+            models = await self._other_models(scope, deadline)
+            return NoWorkers(f"{pool} has no workers; is a publisher running for this model and tokenizer?{models}")
         listed = list_left_out(left_out, MOST_NAMED)
         return NoWorkers(f"{pool}: none of {len(left_out)} workers can take the request: {listed}")
+
+    async def _other_models(self, scope: Scope, deadline: Deadline) -> str:
+        """A sentence that names the models that have workers; empty for a tenant, which must not see all of them."""
+        models: Sequence[tuple[str, str]] = ()
+        if scope.tenant_id == DEFAULT_TENANT:
+            with suppress(*STORE_FAILURES):
+                models = await deadline.wait_for(self._fleet.models())
+        if not models:
+            return ""
+        named = ", ".join(
+            f"{model!r:.80}" + (f" (tokenizer {tokenizer!r:.80})" if tokenizer != model else "")
+            for model, tokenizer in models[:MOST_NAMED]
+        )
+        more = f" and {len(models) - MOST_NAMED} more" if len(models) > MOST_NAMED else ""
+        return f" There are workers for {named}{more}"
 
     # ------------------------------------------------------------ under load
 

@@ -103,3 +103,7 @@ class CountingFleet:
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
         self.readings += 1
         return {id: record for id, record in self.records.items() if record.endpoint.pool_id == pool_id}
+
+    async def all(self) -> Mapping[str, FleetRecord]:
+        self.readings += 1
+        return self.records

@@ -35,7 +35,7 @@ from router_client import (
 )
 from router_client.chain_cache import PIECE_BLOCKS, ChainCache
 from tests.eventually import until
-from tests.router_client.pools import FETCH_BY, PEER, SCOPE, CountingIndex, hold, pool, worker
+from tests.router_client.pools import FETCH_BY, PEER, SCOPE, CountingFleet, CountingIndex, hold, pool, worker
 
 pytestmark = pytest.mark.anyio
 
@@ -170,9 +170,16 @@ async def test_an_error_names_the_workers_that_can_not_serve() -> None:
 
 
 async def test_another_models_workers_are_no_candidates() -> None:
-    other = worker("other", scope=Scope("model-2", "tokenizer"))
-    with pytest.raises(NoWorkers):
-        await RouterClient(MemoryIndex(), StaticFleet(pool(other))).reserve(PROMPT, dry_run=True)
+    others = [worker(f"w{i}", scope=Scope(f"model-{i}" * 50, "tokenizer")) for i in range(10)]
+    fleet = CountingFleet(pool(worker("a", scope=Scope("a", "a")), worker("b", scope=Scope("a", "a")), *others))
+    router = RouterClient(MemoryIndex(), fleet)
+    for readings in (2, 3):  # the second time, the pool alone is read
+        with pytest.raises(NoWorkers, match=r"There are workers for 'a', 'model-0.* and 3 more$") as caught:
+            await router.reserve(PROMPT, dry_run=True)
+        assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 1_500
+        assert fleet.readings == readings
+    with pytest.raises(NoWorkers, match=r"tokenizer\?$"):  # which models others use is no tenant's business
+        await router.reserve(Prompt.of_tokens(Scope("model", "tokenizer", tenant_id="t"), TOKENS), dry_run=True)
 
 
 async def test_adapters_and_tenants_share_the_pools_workers() -> None:

@@ -162,6 +162,10 @@ def test_the_last_of_two_equal_keys_counts_as_for_engines() -> None:
     assert json.loads(read("/v1/responses", twice).body) == {"model": "b", "kv_transfer_params": None}
 
 
+def test_the_last_of_two_models_in_a_query_counts_as_for_engines() -> None:
+    assert RUNNER.run(read_call("POST", "/v1/embeddings", b"model=a&model=b", "", b"")).model == "b"
+
+
 def test_a_hint_of_the_cache_passes_and_the_rest_of_its_params_does_not() -> None:
     params = {"lmcache.tag": "a", "remote_host": SECRET}
     body = read("/v1/responses", json.dumps({"model": MODEL, "kv_transfer_params": params}).encode()).body
@@ -255,6 +259,22 @@ async def test_a_content_type_in_any_spelling_reaches_engines_in_the_usual_one(
             assert not own.keys() & received.headers.keys()
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", "prompt"), ("/generate", "input_ids"), ("/inference/v1/generate", "token_ids")],
+)
+async def test_a_wrong_token_id_is_refused_in_one_line_wherever_it_stands(
+    store: Store, valkey_url: str, path: str, field: str
+) -> None:
+    async with one_engine(store, valkey_url) as (engine, client):
+        for wrong in ("a", None, -1, 1 << 32, 1.5, [2]):
+            for tokens in ([1, wrong], [[1, wrong]], [*range(5_000), wrong]):
+                answer = await client.post(path, json={"model": MODEL, field: tokens})
+                assert answer.status_code == 400, (tokens[-1:], answer.text)
+                assert f"token id {wrong!r}" in answer.json()["error"]["message"]
+        assert engine.asked == 0
+
+
 @pytest.mark.parametrize("tokenizer", ["none", "engine", "folder"])
 async def test_values_of_the_wrong_kind_never_break_the_router(
     store: Store, valkey_url: str, tokenizer: str, tmp_path: Path
@@ -269,6 +289,7 @@ async def test_values_of_the_wrong_kind_never_break_the_router(
                 {**CHAT, "messages": value},
                 {"model": MODEL, "prompt": value},
                 {"model": MODEL, "prompt": [value, 1]},
+                {"model": MODEL, "prompt": [1, value]},
                 {**CHAT, "model": value},
                 *({**CHAT, name: value} for name in FIELDS),
             ]

@@ -74,6 +74,44 @@ async def test_an_answer_lost_in_the_middle_of_an_event_is_cut(store: Store, val
         assert await read_cut(client, "/v1/completions", body) == EVENT + EVENT[:15]
 
 
+UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n"
+
+
+async def test_a_stream_that_ends_with_its_connection_is_whole_only_with_its_last_event(
+    store: Store, valkey_url: str
+) -> None:
+    head = UNTIL_CLOSED % b"text/event-stream"
+    for events, ending in {
+        EVENT + b"data: [DONE]": "[DONE]",
+        EVENT: "before the answer",
+        EVENT + EVENT[:15]: None,
+        b": ping\n\n": "without an event",
+    }.items():
+        async with (
+            raw_engine(head + events) as rude,
+            running_fleet(store, {}, {"w1": {"url": rude.url}}),
+            running_proxy(valkey_url) as client,
+        ):
+            body = {"model": MODEL, "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+            if ending is None:
+                assert await read_cut(client, "/v1/completions", body) == events
+            else:
+                text = (await client.post("/v1/completions", json=body)).text
+                assert text.startswith(events.decode()) and ending in text[-200:], text
+
+
+async def test_json_that_is_cut_where_its_connection_ends_is_tried_elsewhere(store: Store, valkey_url: str) -> None:
+    async with (
+        raw_engine(UNTIL_CLOSED % b"application/json" + b'{"id": "c", "choi') as rude,
+        running_fleet(store, {"w2": {}}, {"w1": {"url": rude.url}}) as fleet,
+        running_proxy(valkey_url) as client,
+    ):
+        await fleet.holds("w1", PROMPT)
+        answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 2})
+        assert answer.status_code == 200 and answer.json()["choices"] and decision(answer)[0] == "w2"
+        assert rude.heads and (await status(client))["proxy"]["retried"] == 1
+
+
 async def test_the_beginning_of_an_event_that_may_be_a_usage_is_not_sent(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
