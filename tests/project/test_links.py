@@ -43,7 +43,7 @@ FOREIGN_FLAGS = {
     "--binary", "--decode-context-parallel-size", "--disaggregation-mode", "--enable-cache-report", "--enable-feature",
     "--enable-metrics", "--enable-prompt-tokens-details", "--enable-scale-out", "--help", "--hypothesis-seed",
     "--kv-cache-memory-bytes", "--kv-event-log-size", "--kv-events-config", "--kv-indexer-endpoint", "--kv-indexer-url",
-    "--ours", "--prefill-context-parallel-size", "--reasoning-effort-map", "--wheel-dir",
+    "--ours", "--prefill-context-parallel-size", "--reasoning-effort-map", "--scheduling-policy", "--wheel-dir",
 }  # fmt: skip
 """Of engines, tools, benchmarks, and of every command; any other in backticks is one of a command of kvatlas."""
 
