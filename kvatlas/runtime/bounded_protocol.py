@@ -9,6 +9,7 @@ error in it concerns no other request.
 
 import asyncio
 import json
+import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ PROBE_S = 2.0
 LINGER_S = 2.0
 """Time that a refused client has to read why."""
 
+_errors = logging.getLogger("uvicorn.error.requests")
+_errors.setLevel(logging.ERROR)  # what uvicorn warns of, once for each request, is reported at a limited rate
 _LINE_END = re.compile(rb"\r?\n")
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
@@ -53,6 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _errors
         self._access = access
         self._shares = shares
         self._counters = counters

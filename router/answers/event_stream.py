@@ -33,6 +33,8 @@ _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
 """Members that a choice has before any token."""
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*["{]|"choices"\s*:\s*\[\s*\]')
+"""Matches what comes last before the final event."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 _MARKS = re.compile(rb'"(?:type|error|abort)"|\r')
@@ -86,11 +88,13 @@ class EventStream:
         self._before_bytes = 0
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._piece = b""
         self._last: list[bytes] | None = None
         """The list that the last event went to; None: it was dropped."""
 
     def feed(self, piece: bytes) -> bytes:
         """The bytes to send to the client now; may be empty."""
+        self._piece = piece
         if self.events and self.begun and self.error is None and self._passes_plainly(piece):
             return piece
         at = 0
@@ -146,6 +150,11 @@ class EventStream:
         self._before.clear()
         self._pending.clear()
         return self._take()
+
+    @property
+    def finished(self) -> bool:
+        """True if the answer is whole: not every server sends the final event."""
+        return self.done or _FINISH.search(self._piece[-HEAD_BYTES:]) is not None
 
     def _take(self) -> bytes:
         taken = self._out[0] if len(self._out) == 1 else b"".join(self._out)

@@ -194,7 +194,7 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        if not stream.done and (goes_on or _may_be_cut(request, answer)):
+        if (goes_on and not stream.done) or _is_cut(request, answer, stream):
             raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
@@ -285,7 +285,7 @@ class AnswerRelay:
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
-        elif not stream.done and stream.error is None and _may_be_cut(request, answer):
+        elif stream.error is None and _is_cut(request, answer, stream):
             raise EngineLost("the stream ended before the answer")
         await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
@@ -323,10 +323,9 @@ def _kind_of(choice: Booked) -> EngineKind:
     return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
 
 
-def _may_be_cut(request: ClientRequest, answer: StreamedAnswer) -> bool:
-    """True if the answer to a request for tokens, which has an event for its end, may lack it because its connection was
-    lost."""
-    return request.text is not None and answer.rest.may_be_cut
+def _is_cut(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> bool:
+    """True if a request's answer lacks its end, and its connection's end may be that of a lost engine."""
+    return request.text is not None and answer.rest.may_be_cut and not stream.finished
 
 
 async def _report(call: Awaitable[None]) -> None:

@@ -200,11 +200,17 @@ async def test_a_target_with_a_host_is_its_path() -> None:
         assert [answer[:3] for answer in answers] == [b"200", b"200", b"404", b"200"]
 
 
-async def test_what_is_not_http_is_an_answer_in_json() -> None:
-    async with serving(HttpAccess()) as listener, connected(listener) as stream:
-        await stream.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
-        answer = await read_to_end(stream)
-        assert answer.startswith(b"HTTP/1.1 400 ") and b"this is not HTTP/1.1" in answer
+async def test_what_is_not_http_is_an_answer_in_json_and_few_lines_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(HttpAccess()) as listener:
+        for _ in range(5):
+            async with connected(listener) as stream:
+                await stream.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
+                answer = await read_to_end(stream)
+                assert answer.startswith(b"HTTP/1.1 400 ") and b"this is not HTTP/1.1" in answer
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("request of 127.0.0.1 refused: this is not HTTP/1.1")
 
 
 async def test_a_zeromq_socket_gets_no_answer_that_it_could_take_for_messages() -> None:

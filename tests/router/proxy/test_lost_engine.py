@@ -83,6 +83,7 @@ async def test_a_stream_that_ends_with_its_connection_is_whole_only_with_its_las
     head = UNTIL_CLOSED % b"text/event-stream"
     for events, ending in {
         EVENT + b"data: [DONE]": "[DONE]",
+        EVENT.replace(b"}]}", b', "finish_reason": "stop"}]}'): "stop",
         EVENT: "before the answer",
         EVENT + EVENT[:15]: None,
         b": ping\n\n": "without an event",
