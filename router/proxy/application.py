@@ -174,7 +174,7 @@ class ProxyApplication:
     async def _status(self, _: Request) -> Response:
         """Counters, and findings that need attention."""
         client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
-        ejected = {id: round(left, 3) for id, left in outliers.ejected().items()}
+        ejected = {id: max(0.0, round(left, 3)) for id, left in outliers.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
         progress = self._parts.progress
         return JSONResponse(
