@@ -39,7 +39,7 @@ async def test_advice_is_given_always_and_followed_only_if_configured(store: Sto
                 return not await store.client.hlen(f"kva:{{pool:{SCOPE.pool_id}}}:reservations.2")
 
             await until(released, what="bookings of refused requests are released")
-        async with running_proxy(valkey_url, shed=True, slo_ttft_ms=2_000) as client:
+        async with running_proxy(valkey_url, shed=True, slo_ttft_ms=60_000, slo_tpot_ms=1) as client:
             answer = await client.post("/v1/completions", json=ASK)
             assert answer.status_code == 200 and ";advice=queue" in answer.headers["x-kvatlas-decision"]
         await fleet.report("w1")

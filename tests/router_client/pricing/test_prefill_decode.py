@@ -277,7 +277,7 @@ async def test_a_pair_that_misses_its_slo_says_so() -> None:
         prefill("p", load={"queued_prefill_tokens": 60_000}), decode("d", load={"queued_prefill_tokens": 90_000})
     )
     for mode in SloMode:
-        client = await router(records, limits=LimitSettings(slo=mode))
+        client = await router(records, limits=LimitSettings(slo=mode, shed_factor=4))
         late = await client.reserve_pd(replace(PROMPT, slo=Slo(ttft_ms=1_000)), dry_run=True)
         assert late.prefill is not None
         assert late.over == Over.TTFT
