@@ -57,7 +57,7 @@ class EngineError:
             return None
         try:
             decoded = decode(body)
-        except (ValueError, RecursionError):
+        except ValueError:
             return None
         if not isinstance(decoded, dict) or decoded.get("choices"):
             return None

@@ -11,6 +11,7 @@ chat_events.py      chats, which go on as completions if their token ids are kno
 generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer
+rest_builder.py     finds the rest, and builds its requests
 sent_answer.py      what the client has of an answer
 cuts.py             where it is cut
 seam.py             the events that follow it without a seam

@@ -40,7 +40,7 @@ def read_chunk(data: bytes) -> Chunk:
     """Read an event's data."""
     try:
         decoded = decode(data)
-    except (ValueError, RecursionError):
+    except ValueError:
         return Chunk(other=Why.UNREADABLE)
     if not isinstance(decoded, dict) or not isinstance(choices := decoded.get("choices"), list):
         return Chunk(other=Why.UNREADABLE)

@@ -35,7 +35,7 @@ def read_object(event: Event) -> dict[str, Any]:
     """An event's data; empty if it can't be read."""
     try:
         data = decode(event.data or b"")
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
 

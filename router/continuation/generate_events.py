@@ -34,7 +34,7 @@ class GenerateEvents:
         """Read the next event of an engine. Raises CannotContinue if what the client lacks of it is not known."""
         try:
             decoded = decode(data)
-        except (ValueError, RecursionError):
+        except ValueError:
             return Chunk(other=Why.UNREADABLE)
         meta = decoded.get("meta_info") if isinstance(decoded, dict) else None
         if not isinstance(meta, dict) or not isinstance(ids := decoded.get("output_ids"), list) or "index" in decoded:

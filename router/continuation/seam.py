@@ -1,9 +1,7 @@
 """Joins the streamed answers of several engines into one: what the client has so far, and the events that follow it."""
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.answers.engine_errors import EngineError
@@ -11,29 +9,22 @@ from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventPar
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
-from kvatlas_router.continuation.cuts import Cuts, Rest
+from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
 from kvatlas_router.continuation.messages import MessageEvents
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.responses import ResponseEvents
-from kvatlas_router.continuation.rest_request import (
-    body_of_ids,
-    body_of_rest,
-    has_ids,
-    stops_of,
-)
+from kvatlas_router.continuation.rest_builder import RestBuilder
 from kvatlas_router.continuation.sent_answer import SentAnswer
 from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
-from kvatlas_router.continuation.thoughts import Markers, Thoughts
+from kvatlas_router.continuation.thoughts import Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't go on."""
 MOST_WITHHELD_BYTES = 1 << 16
-THINKING = "<think>"
-"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
 DONE = b"data: [DONE]\n\n"
 _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
 """An event without a type has one of these if it is an error."""
@@ -44,9 +35,10 @@ class Seam:
     """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
     events come from another engine, and `feed` rewrites them as the first engine's.
 
-    `why`: the reason if the answer can't continue. `error`: the engine's error, which ends its answer; `withheld`: the events
-    with it, which the client did not get. `events`: the number of events with data that the client got. `ended`: the answer is
-    complete. `usage`: of the whole answer. `missing_end`: events that the client still needs.
+    `builder`: the request for the rest. `why`: the reason if the answer can't continue. `error`: the engine's error,
+    which ends its answer; `withheld`: the events with it, which the client did not get. `events`: the number of events
+    with data that the client got. `ended`: the answer is complete. `usage`: of the whole answer. `missing_end`: events
+    that the client still needs.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -55,7 +47,6 @@ class Seam:
         self.events = 0
         self.ended = False
         self.why: Why | None = None
-        self._text = text
         self.usage = WholeUsage()
         self._form = _form_of(text.api)
         self._chat_events = ChatEvents() if text.api is Api.CHAT else None
@@ -63,18 +54,16 @@ class Seam:
         self._chat = text.api.is_conversation
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
-        self._with_ids = has_ids(text)
         self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
-        self._stops = stops_of(text)
         self._parser = EventParser()
         self._identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q")
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
         self._thoughts = Thoughts()
-        self._cuts = Cuts(text, self._sent, self._thoughts)
-        self._is_read = bool(text.body.get("tools") or text.body.get("logprobs") or text.media_items)
-        """The engine reads more than text from the tokens of this conversation."""
+        self.builder = RestBuilder(
+            text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate
+        )
         self._resumed = self._speaks = self._by_ids = False
         self._misfit = Why.TEMPLATE
         self._least_prompt_tokens = 0
@@ -150,7 +139,7 @@ class Seam:
         if chunk.reasoning or self._thoughts.thinks:
             chunk = self._join(chunk)
             if chunk.reasoning and chunk.usage is not None:
-                self.usage.think()
+                self.usage.learn_reasoning()
         self._record(chunk)
         if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
             return b""  # engines send it for its ids alone
@@ -178,7 +167,7 @@ class Seam:
                 return b""
             self._record(chunk)
             if self._form is not None:
-                self.usage.cap(self._cuts.most)
+                self.usage.cap(self.builder.cuts.most)
                 return self._form.usage(self.usage.sum(chunk.usage or {}))
             return self._shown(edits.with_identity(raw, self._identity), chunk)
         sent = self._sent
@@ -186,7 +175,7 @@ class Seam:
             chunk = self._parse(chunk)
         elif chunk.reasoning or self._thoughts.inside:
             if self._thoughts.inside and chunk.usage is not None:
-                self.usage.think_more(chunk.usage)
+                self.usage.add_reasoning(chunk.usage)
             chunk = replace(chunk, text=self._thoughts.follow(chunk.reasoning, chunk.text))
         if chunk.other is not None:
             if sent.ahead or self._finished:
@@ -208,7 +197,7 @@ class Seam:
         self._record(chunk)
         if chunk.text:
             self._speaks, sent.silent = True, 0
-        elif self._stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
+        elif self.builder.stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
             return b""  # it holds back letters, as the first engine did
         if self._form is not None:
             if chunk.other is not None:
@@ -248,7 +237,8 @@ class Seam:
         if inside and chunk.usage is not None:
             ids, end = chunk.ids or (), markers.ids[1]
             behind = len(ids) - ids.index(end) if end in ids else int(not self._thoughts.inside)
-            self.usage.think_on(max(0, behind - (self._text.kind is EngineKind.SGLANG)))  # SGLang counts the end, too
+            counts_end = self.builder.text.kind is EngineKind.SGLANG
+            self.usage.count_reasoning(max(0, behind - counts_end))
         return replace(chunk, text=text)
 
     def _repeat(self, chunk: Chunk) -> str:
@@ -266,7 +256,7 @@ class Seam:
                 raise CannotContinue(Why.DIVERGED)
             rest = ""  # its tokens were guessed, so it got no end at the limit
         if chunk.finish is not None and sent.ahead:
-            if not (self._stops and chunk.finish == "stop"):
+            if not (self.builder.stops and chunk.finish == "stop"):
                 raise CannotContinue(Why.DIVERGED)
             sent.ahead = ""  # the client has the beginning of a stop string, which engines cut off
         return rest
@@ -313,118 +303,20 @@ class Seam:
         """The last event that the client lacks, if it has all of the answer; empty if it has that too. None: it lacks more."""
         if self.ended:
             return b""
-        counts = self._has_usage or not self._text.wants_usage or self._generate is not None
+        counts = self._has_usage or not self.builder.text.wants_usage or self._generate is not None
         complete = self._finished and counts
         if complete and self.why in (None, Why.REASONING, Why.TOOL_CALL):
             return DONE if self._form is None else self._form.end
         return None
 
-    def is_at_limit(self, tokens: int) -> bool:
-        """True if no token may follow these."""
-        return self._cuts.is_at_limit(tokens)
-
     def rest(self, most_parts: int | None = None) -> Rest:
         """What the client lacks, once its engine is gone. `most_parts`: the next engine gets no more. Raises CannotContinue."""
         if self.why is not None:
             raise CannotContinue(self.why)
-        sent, text = self._sent, self._sent.text
-        can_write = self._chat_events is not None and self._chat_events.can_write
-        by_ids = can_write and bool(self._prompt_ids) and not self._is_read
-        reasoned = self._thoughts.reasoned
-        if not by_ids and self._chat and text.lstrip().startswith(THINKING):
-            raise CannotContinue(Why.REASONING)
-        if self._generate is not None and self._generate.whole is None:
-            most_parts = 0
-        kept, at = self._cuts.find(text, by_ids=by_ids, finished=self._finished, most_parts=most_parts)
-        end = sent.end_of(kept)
-        tokens = end.tokens
-        reasoned = reasoned and not (by_ids and END_OF_REASONING in text[:at])
-        if by_ids:
-            return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
-        longest = max(map(len, self._stops), default=1)
-        lag = None if self._form is not None else min(longest - 1, tokens)
-        return Rest(kept, tokens, lag, reasoned=reasoned)
-
-    def asks(self, rest: Rest) -> Api:
-        """The API of the request for the rest."""
-        if rest.by_ids:
-            return Api.COMPLETIONS
-        return self._text.api if self._form is None else Api.CHAT
-
-    def of_engines(self, kind: EngineKind, model_id: str) -> None:
-        """Set what the engines are: it decides how they read a conversation."""
-        self._text = self._text.of_engines(kind, model_id, self._text.tenant_id)
-
-    @property
-    def model_id(self) -> str | None:
-        """The engines' model, once it is known."""
-        return self._text.model_id
-
-    def by_ids(self, rest: Rest) -> Rest:
-        """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
-        CannotContinue."""
-        if self._is_read or (self._chat_events is not None and not self._chat_events.can_write):
-            raise CannotContinue(Why.TEMPLATE)
-        return replace(rest, by_ids=True)
-
-    @property
-    def is_read(self) -> bool:
-        """True if only an engine can read the answer's tokens, since they may be tool calls, or must have logprobs."""
-        return self._is_read
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """The prompt's token ids, if the first engine gave them."""
-        return self._prompt_ids
-
-    def with_markers(self, rest: Rest, markers: Markers, prompt_ids: Sequence[int], ids: Sequence[int]) -> Rest | None:
-        """The rest by these ids, if they agree with what the client has: so the model does mark its reasoning like that."""
-        inside = markers.is_open([*prompt_ids, *ids])
-        if rest.parts and inside != self._is_inside(rest):
-            return None
-        end = ids.index(markers.ids[1]) if markers.ids[1] in ids else len(ids)
-        sglang = self._text.kind is EngineKind.SGLANG  # counts the markers, too
-        apart = 0 if sglang or markers.is_open(prompt_ids) else 1
-        thought = min(len(ids), end + 1) if sglang else max(0, end - apart)
-        return replace(rest, by_ids=True, markers=markers, inside=inside, apart=apart, thought=thought)
-
-    def _is_inside(self, rest: Rest) -> bool:
-        return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)
-
-    def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
-        """The body for the rest by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the
-        answer so far."""
-        shown = {} if rest.markers is None else {"skip_special_tokens": False}
-        return body_of_ids(self._text, prompt_ids, ids, tokens) | shown
-
-    def body_of_raw(self, raw: str, tokens: int) -> dict[str, Any]:
-        """The body of a chat for the rest of an answer with reasoning. `raw`: what the model has generated of it."""
-        return body_of_rest(self._text, raw, (), tokens)
-
-    def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
-        """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
-        ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
-        if rest.by_ids:
-            return self.body_of_ids(self._prompt_ids, ids, tokens, rest)
-        return body_of_rest(self._text, self.text_of(rest), ids, tokens)
-
-    def ids_of(self, rest: Rest) -> Sequence[int]:
-        """The token ids of the answer that the next engine gets, as far as the engines gave them."""
-        return self._sent.ids_of(rest.parts)
-
-    def trusts(self, rest: Rest, tokens: int) -> bool:
-        """May this be the number of the tokens that were read from the answer's text? Parsers remove white space behind
-        reasoning."""
-        if rest.lag is None:
-            return self._is_inside(rest) or self._thoughts.keeps
-        return abs(rest.tokens - tokens) <= rest.lag
-
-    def text_of(self, rest: Rest) -> str:
-        """The answer that the next engine gets."""
-        return self._sent.text_of(rest.parts)
+        return self.builder.find(finished=self._finished, most_parts=most_parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
-        """From now on, events belong to an answer to `body`."""
+        """From now on, events belong to the answer to a request for the rest. `tokens`: of the answer before it."""
         sent = self._sent
         sent.repeat_from(rest.parts)
         self._base_letters = sent.letters

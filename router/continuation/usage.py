@@ -37,14 +37,14 @@ class WholeUsage:
         if (completion := count(usage, "completion_tokens")) is not None:
             self.completion_tokens = self.before + completion
 
-    def think(self) -> None:
-        """The first engine's usage, just learned, is that of a part with reasoning."""
+    def learn_reasoning(self) -> None:
+        """Learn how the first engine counts reasoning: its usage, just learned, belongs to a part with reasoning."""
         counted = count(self.details or {}, "reasoning_tokens")
         if self.apart is None and counted:
             self.apart = (self.completion_tokens or 0) - counted
 
-    def think_on(self, behind: int) -> None:
-        """So is a later engine's but for the last `behind` tokens."""
+    def count_reasoning(self, behind: int) -> None:
+        """Count all tokens so far as reasoning but the last `behind`."""
         if self.apart is not None:
             counted = (self.completion_tokens or 0) - behind - self.apart
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
@@ -54,8 +54,8 @@ class WholeUsage:
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 
-    def think_more(self, usage: Mapping[str, Any]) -> None:
-        """A later engine counts its own reasoning behind what it got."""
+    def add_reasoning(self, usage: Mapping[str, Any]) -> None:
+        """Add the reasoning that a later engine counts of its own part."""
         details = usage.get("completion_tokens_details")
         own = count(details, "reasoning_tokens") if isinstance(details, dict) else None
         if self.apart is not None and own is not None:

@@ -51,6 +51,8 @@ from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
+_WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
+"""vLLM's calls that read a priority."""
 
 
 class EngineFailed(KvatlasError):
@@ -59,10 +61,6 @@ class EngineFailed(KvatlasError):
     def __init__(self, error: EngineError) -> None:
         super().__init__(f"it returned an error: {error.line}")
         self.status = error.status
-
-
-_WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
-"""vLLM's calls that read a priority."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,11 +129,12 @@ class ContinuedAnswer:
             raise CannotContinue(Why.SAME_TOKEN)
         rest = seam.rest()
         try:
-            seam.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
             self._next, found = await self._ask_for(seam, rest)
-            while rest.parts and rest.lag is None and seam.is_at_limit(self._next.tokens):  # which it could only guess
+            cuts = seam.builder.cuts
+            while rest.parts and rest.lag is None and cuts.is_at_limit(self._next.tokens):  # a guess that is too high
                 rest = seam.rest(rest.parts - 1)
                 self._next, found = await self._ask_for(seam, rest)
         except CannotTokenize as cannot:
@@ -145,9 +146,9 @@ class ContinuedAnswer:
     async def _ask_for(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The request for the rest, and its prompt."""
         if rest.reasoned:
-            return await self._think_on(seam, rest)
-        tokens, api = await self._count(seam, rest), seam.asks(rest)
-        body = seam.body(rest, tokens)
+            return await self._ask_within_reasoning(seam, rest)
+        tokens, api = await self._count(seam, rest), seam.builder.asks(rest)
+        body = seam.builder.body(rest, tokens)
         found = await self._read(TextRequest.of(api, body))
         if not api.is_conversation:
             return _Next(rest, tokens, api, body), found
@@ -156,50 +157,50 @@ class ContinuedAnswer:
         if fits is None and rest.lag != 0 and {found.untokenized, first.untokenized} & _LATE:
             raise CannotContinue(Why.TOKENS)  # the next engine's count of the prompt would not show it, either
         if fits is False:
-            rest, api = seam.by_ids(rest), Api.COMPLETIONS
-            ids = await self._ids_of_text(seam.text_of(rest))
-            body = seam.body_of_ids(_ids_of(first), ids, tokens, rest)
+            rest, api = seam.builder.by_ids(rest), Api.COMPLETIONS
+            ids = await self._ids_of_text(seam.builder.text_of(rest))
+            body = seam.builder.body_of_ids(_ids_of(first), ids, tokens, rest)
             found = await self._read(TextRequest.of(api, body))
         rest = replace(rest, is_known=fits is not None)
         return _Next(rest, tokens, api, body), found
 
-    async def _think_on(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _ask_within_reasoning(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The same for an answer with reasoning, whose markers must be known."""
-        prompt_ids = seam.prompt_ids or _ids_of(await self._first_prompt())
-        for markers in markers_of(seam.model_id):
+        prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
+        for markers in markers_of(seam.builder.text.model_id):
             pair = await self._ids_of_text(markers.start + markers.end)
-            if len(pair) != len((markers.start, markers.end)):
+            if len(pair) != 2:
                 continue
             markers = replace(markers, ids=pair)
-            ids = seam.ids_of(rest)
+            ids = seam.builder.ids_of(rest)
             if not rest.by_ids:
-                raw = markers.raw(seam.text_of(rest), opened=markers.is_open(prompt_ids))
+                raw = markers.raw(seam.builder.text_of(rest), opened=markers.is_open(prompt_ids))
                 ids = await self._ids_of_text(raw) if rest.parts else []
-                if not seam.trusts(rest, len(ids)):
+                if not seam.builder.trusts(rest, len(ids)):
                     continue
-            if (marked := seam.with_markers(rest, markers, prompt_ids, ids)) is None:
+            if (marked := seam.builder.with_markers(rest, markers, prompt_ids, ids)) is None:
                 continue
             tokens = rest.counted(len(ids))
-            if seam.is_read:
-                if (found := await self._chat_on(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
+            if seam.builder.is_read:
+                if (found := await self._ask_as_chat(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
                     return found
                 continue
-            body = seam.body_of_ids(prompt_ids, ids, tokens, marked)
+            body = seam.builder.body_of_ids(prompt_ids, ids, tokens, marked)
             return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
         raise CannotContinue(Why.REASONING)
 
-    async def _chat_on(
+    async def _ask_as_chat(
         self, seam: Seam, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
         """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
         begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
         rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
         if not rest.parts:
-            body = seam.body_of_raw("", 0)
+            body = seam.builder.body_of_raw("", 0)
             return _Next(rest, 0, Api.CHAT, body), await self._read(TextRequest.of(Api.CHAT, body))
-        raw = markers.raw(seam.text_of(rest), opened=True)
+        raw = markers.raw(seam.builder.text_of(rest), opened=True)
         for begun in (markers.start, markers.start + "\n"):
-            body = seam.body_of_raw(begun + raw, tokens)
+            body = seam.builder.body_of_raw(begun + raw, tokens)
             found = await self._read(TextRequest.of(Api.CHAT, body))
             if found.prompt_tokens is not None and list(found.prompt.tokens or ()) == list(ids):
                 return _Next(rest, tokens, Api.CHAT, body), found
@@ -240,7 +241,7 @@ class ContinuedAnswer:
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
         if rest.lag == 0 or not rest.parts:
             return rest.tokens
-        counted = (await self._read_text(seam.text_of(rest))).prompt_tokens
+        counted = (await self._read_text(seam.builder.text_of(rest))).prompt_tokens
         return rest.tokens if counted is None else rest.counted(counted)
 
     async def _first_prompt(self) -> RequestPrompt:

@@ -300,7 +300,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     check_size(body)
     try:
         decoded = decode(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidValue(f"the body is not JSON: {error}") from error
     if not isinstance(decoded, dict):
         raise InvalidValue(f"the body is a JSON {type(decoded).__name__}; expected an object")

@@ -37,7 +37,9 @@ def run(text: TextRequest, tokens: Sequence[str], deaths: Sequence[int]) -> list
             got += end
             break
         rest, ids = whole_rest(seam, tokens)
-        body = seam.body_of_ids(PROMPT, ids, len(ids), rest) if rest.by_ids else seam.body(rest, len(ids))
+        body = (
+            seam.builder.body_of_ids(PROMPT, ids, len(ids), rest) if rest.by_ids else seam.builder.body(rest, len(ids))
+        )
         seam.resume(rest, len(ids))
         events, first = rest_events(tokens, ids, body), 0
     return [json.loads(line[6:]) for line in got.decode().splitlines() if line.startswith("data: ")]
@@ -46,11 +48,15 @@ def run(text: TextRequest, tokens: Sequence[str], deaths: Sequence[int]) -> list
 def whole_rest(seam: Seam, tokens: Sequence[str]) -> tuple[Rest, list[int]]:
     """What is asked for, and the ids of the answer so far, read from its text."""
     rest = seam.rest()
-    raw = MARKERS.raw(seam.text_of(rest), opened=False) if rest.reasoned and rest.parts else seam.text_of(rest)
+    raw = (
+        MARKERS.raw(seam.builder.text_of(rest), opened=False)
+        if rest.reasoned and rest.parts
+        else seam.builder.text_of(rest)
+    )
     ids = ExactEngine(tokens).ids[: next(at for at in range(len(tokens)) if "".join(tokens[:at]) == raw)]
     if rest.reasoned:
-        marked = seam.with_markers(rest, MARKERS, PROMPT, ids)
-        assert marked is not None and seam.trusts(rest, len(ids))
+        marked = seam.builder.with_markers(rest, MARKERS, PROMPT, ids)
+        assert marked is not None and seam.builder.trusts(rest, len(ids))
         rest = marked
     return rest, ids
 

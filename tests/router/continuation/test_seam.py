@@ -111,7 +111,7 @@ def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequ
         rest = seam.rest()
         if rest.reasoned:
             rest = marked_rest(seam, rest)
-        body = seam.body(rest, rest.tokens)
+        body = seam.builder.body(rest, rest.tokens)
         seam.resume(rest, rest.tokens)
     assert seam.ended
     return got
@@ -119,7 +119,7 @@ def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequ
 
 def marked_rest(seam: Seam, rest: Rest) -> Rest:
     """The rest of an answer with reasoning."""
-    marked = seam.with_markers(rest, MARKERS, seam.prompt_ids, seam.ids_of(rest))
+    marked = seam.builder.with_markers(rest, MARKERS, seam.builder.prompt_ids, seam.builder.ids_of(rest))
     assert marked is not None
     return marked
 
@@ -268,7 +268,7 @@ def test_a_template_that_leaves_out_the_end_of_the_prompt_is_noticed() -> None:
         seam.feed(event)
     rest = seam.rest()
     seam.resume(rest, rest.tokens)
-    body = seam.body(rest, rest.tokens)
+    body = seam.builder.body(rest, rest.tokens)
     fewer = [event.replace(b'"prompt_tokens":8', b'"prompt_tokens":7') for event in engine.stream(body)]
     with pytest.raises(CannotContinue, match="template"):
         seam.feed(fewer[0])
@@ -355,4 +355,4 @@ def test_a_partial_message_of_the_client_goes_on() -> None:
     messages = [*body["messages"], {"role": "assistant", "content": "He"}]
     seam = Seam(TextRequest.of(Api.CHAT, {**body, **partial, "messages": messages}))
     seam.feed(Engine(Api.CHAT, ["y", "!"]).stream(body)[1])
-    assert seam.body(seam.rest(), 1)["messages"][-1]["content"] == "Hey"
+    assert seam.builder.body(seam.rest(), 1)["messages"][-1]["content"] == "Hey"
