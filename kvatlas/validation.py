@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 MAX_NUMBER = (1 << 53) - 1
@@ -89,6 +89,12 @@ def describe_expected(error: ErrorDetails) -> str:
         return "there is no such field"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("expected ")
     return f"expected {message[0].lower()}{message[1:]}"
+
+
+def describe_invalid(error: ValidationError, whole: str) -> str:
+    """The first error in one line, with the field's path; `whole` names the input if it is wrong as a whole."""
+    first = error.errors()[0]
+    return describe_mistake(".".join(map(str, first["loc"])) or whole, first)
 
 
 def describe_mistake(where: str, error: ErrorDetails) -> str:

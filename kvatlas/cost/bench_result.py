@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvatlas.cost.calibration import ObservedRequest
 from kvatlas.errors import InvalidValue
-from kvatlas.validation import describe_mistake
+from kvatlas.validation import describe_invalid
 
-_Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
-_Tokens = Annotated[int, Field(ge=0, le=1 << 30)]
+_Instant = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, lt=3_600, allow_inf_nan=False)]
+_Tokens = Annotated[int, Field(ge=0, le=1 << 24)]
 
 
 class BenchResult(BaseModel):
@@ -26,7 +27,7 @@ class BenchResult(BaseModel):
 
     input_lens: list[_Tokens]
     output_lens: list[_Tokens]
-    start_times: list[_Seconds]
+    start_times: list[_Instant]
     ttfts: list[_Seconds]
     itls: list[list[_Seconds]]
     errors: list[str | None] = []
@@ -46,25 +47,27 @@ class BenchResult(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the benchmark's result"
-            raise InvalidValue(describe_mistake(where, first)) from error
+            raise InvalidValue(describe_invalid(error, "the benchmark's result")) from error
 
     def requests(self) -> Iterator[ObservedRequest]:
-        """The answered requests in the order of their starts, each with the load that the others made."""
+        """The answered requests in the order of their starts, each with the load that the others made. Raises InvalidValue for
+        figures that no engine has, such as an answer of many hours."""
         running: list[_Request] = []
         for one in sorted(self._answered()):
             running = [other for other in running if other.end > one.start]
             begun = [other for other in running if other.first <= one.start]
-            yield ObservedRequest(
-                prompt_tokens=one.prompt_tokens,
-                output_tokens=one.output_tokens,
-                queued_tokens=sum(other.prompt_tokens for other in running if other.first > one.start),
-                running_requests=len(begun),
-                kv_tokens=sum(other.kv_tokens(one.start) for other in begun),
-                ttft_ms=(one.first - one.start) * 1e3 or None,
-                tpot_ms=1e3 * (one.end - one.first) / max(1, one.output_tokens - 1) or None,
-            )
+            try:
+                yield ObservedRequest(
+                    prompt_tokens=one.prompt_tokens,
+                    output_tokens=one.output_tokens,
+                    queued_tokens=sum(other.prompt_tokens for other in running if other.first > one.start),
+                    running_requests=len(begun),
+                    kv_tokens=sum(other.kv_tokens(one.start) for other in begun),
+                    ttft_ms=(one.first - one.start) * 1e3 or None,
+                    tpot_ms=1e3 * (one.end - one.first) / max(1, one.output_tokens - 1) or None,
+                )
+            except ValidationError as error:
+                raise InvalidValue(f"request at {one.start:.3f} s: {describe_invalid(error, 'it')}") from error
             running.append(one)
 
     def _answered(self) -> Iterator["_Request"]:

@@ -18,7 +18,7 @@ from kvatlas.cost.learned_rates import FinishedRequest, estimate_of, learned_rat
 from kvatlas.cost.protocol import Load, Plan
 from kvatlas.cost.regression import Estimate, Evidence, Latency, Row
 from kvatlas.errors import InvalidValue
-from kvatlas.validation import describe_mistake
+from kvatlas.validation import describe_invalid
 
 LEAST_ROWS = 8
 """Minimum rows of a latency: fewer can't separate its coefficients."""
@@ -54,9 +54,7 @@ class ObservedRequest(BaseModel):
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the line"
-            raise InvalidValue(describe_mistake(where, first)) from error
+            raise InvalidValue(describe_invalid(error, "the line")) from error
 
     def rows(self) -> tuple[Row, ...]:
         """The row's measurements; empty if the engine's queue was too long when the row started."""

@@ -12,7 +12,7 @@ from kvatlas.cost.engine import EngineProfile, EngineRates
 from kvatlas.cost.protocol import CostProfile
 from kvatlas.cost.quillcache import QuillcacheProfile
 from kvatlas.errors import SettingsError
-from kvatlas.validation import describe_mistake
+from kvatlas.validation import describe_invalid
 
 NAMES = (
     "prefill_us_per_token",
@@ -33,9 +33,7 @@ def read_rates(path: Path | None) -> EngineRates:
     except OSError as error:
         raise SettingsError(f"--rates-file {path}: {error.strerror or error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise SettingsError(f"--rates-file {path}: {describe_mistake(where, first)}") from error
+        raise SettingsError(f"--rates-file {path}: {describe_invalid(error, 'the file')}") from error
     if unknown := sorted(found.keys() - set(NAMES)):
         raise SettingsError(f"--rates-file {path}: {unknown[0]!r:.80} is not a rate; expected {', '.join(NAMES)}")
     return EngineRates(**found)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.validation import MAX_NUMBER, describe_mistake
+from kvatlas.validation import MAX_NUMBER, describe_invalid
 
 MAX_TOKENS = 1 << 24
 MAX_HASHES = 1 << 22
@@ -76,8 +76,7 @@ class TraceRecorder:
         try:
             told = _Told.model_validate_json(line)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise InvalidValue(describe_mistake(".".join(map(str, first["loc"])) or "the line", first)) from error
+            raise InvalidValue(describe_invalid(error, "the line")) from error
         if self._model not in (None, told.model):
             return
         packed = _decode(told.hashes)

@@ -21,7 +21,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, V
 
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT
-from kvatlas.validation import describe_mistake
+from kvatlas.validation import describe_invalid
 from kvatlas_simulator.lab.requests import CONTENT_IDS, Identity, LabRequest, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -78,9 +78,7 @@ def read_trace(path: Path) -> Workload:
             else:
                 builder.add_log(_LOG.validate_json(line))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the line"
-            raise InvalidValue(describe_mistake(f"{path}, line {number}: {where}", first)) from error
+            raise InvalidValue(f"{path}, line {number}: {describe_invalid(error, 'the line')}") from error
         except InvalidValue as error:
             raise InvalidValue(f"{path}, line {number}: {error}") from error
     return builder.build(path.name)

@@ -57,8 +57,10 @@ def test_a_real_result_has_the_rates_of_its_engine() -> None:
         (result(ttfts=[1e400, 1, 1]), "ttfts.0 is"),
         (result(itls=[[-1.0], [], []]), "itls.0.0 is -1"),
         (b'{"ttfts"', "the benchmark's result is"),
+        (result(ttfts=[1e9, 1, 1]), "ttfts.0 is"),
+        (result(itls=[[3_000.0] * 40_000, [0.5], []], output_lens=[2, 5, 1]), "request at 50.000 s: tpot_ms is"),
     ],
 )
 def test_a_result_of_another_form_is_one_clear_error(text: bytes, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
-        BenchResult.parse(text)
+        list(BenchResult.parse(text).requests())
