@@ -131,7 +131,7 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question: which of `offers`, and of the offers to `look_alikes`, is the cheapest now? Ties go to the first offer,
+    """Asks for the cheapest of `offers`, and of the offers to `look_alikes`, now. Ties go to the first offer,
     then to the next look-alike on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
     `again_factor`: extra cost of a token that another worker is computing now, as a multiple of its price. `limits` absent:

@@ -123,7 +123,7 @@ class Continuity:
         return Step(ask_from=self.replay_from, why=f"{why}; asking replay")
 
     def probe(self) -> Step:
-        """Probe a silent feed: was a last batch lost?"""
+        """Probe a silent feed, in case its last batch was lost."""
         return Step(ask_from=self.replay_from) if self.can_replay else Step()
 
     def resume(self) -> Step:

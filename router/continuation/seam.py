@@ -316,7 +316,7 @@ class Seam:
         return self.builder.find(finished=self._finished, most_parts=most_parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
-        """From now on, events belong to the answer to a request for the rest. `tokens`: of the answer before it."""
+        """Continue with another engine's answer, to which all later events belong. `tokens`: those of the answer so far."""
         sent = self._sent
         sent.repeat_from(rest.parts)
         self._base_letters = sent.letters
