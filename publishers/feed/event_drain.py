@@ -162,7 +162,7 @@ class EventDrain:
             self._start_over(f"POST {self.url}: {why}", forget=True)
 
     def _take(self, records: Sequence[Record]) -> None:
-        """Pass the records' events on, in one batch up to each point where everything held is dropped."""
+        """Pass on the records' events, in one batch up to each point at which all known blocks are dropped."""
         events: list[EngineEvent] = []
         skipped: list[str] = []
         for record in records:
