@@ -120,7 +120,6 @@ class PairLayout:
     The first `prefills` offers compute only the prompt, the next `decodes` only the answer, all others both. `groups` has a
     group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there
     from each group; below 0: it can't be moved.
-    takes from each of these groups; below 0: it can't be moved.
     """
 
     prefills: int

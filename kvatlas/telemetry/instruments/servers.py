@@ -22,11 +22,11 @@ PROXY_APART = counter(
     "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
 )
 PROXY_FETCHING = counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
-PROXY_RESUMED = counter(
-    "proxy.continued", "{stream}", "Streams that another worker went on with after their engine died"
-)
+PROXY_RESUMED = counter("proxy.continued", "{stream}", "Streams that another worker continued after their engine died")
 PROXY_NOT_CONTINUED = counter(
-    "proxy.not_continued", "{stream}", "Streams that ended with their engine's error, by why no other worker went on"
+    "proxy.not_continued",
+    "{stream}",
+    "Streams that ended with their engine's error, by why no other worker continued them",
 )
 _NOT_CONTINUED = (
     "sampled",
