@@ -221,7 +221,10 @@ def main() -> None:
         try:
             anyio.run(partial(run, sys.argv[1], Path(folder)))
         except* (AssertionError, TimeoutError) as errors:
-            print(f"NOT EXACT: {errors.exceptions[0]}", file=sys.stderr)
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            print(f"NOT EXACT: {error}", file=sys.stderr)
             sys.exit(1)
 
 

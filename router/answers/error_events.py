@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.tokens.text_request import Api
 
 _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
@@ -27,3 +28,8 @@ def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None
     else:
         return None
     return b"event: error\ndata: " + json.dumps(named).encode() + b"\n\n"
+
+
+def is_seen(path: str, error: EngineError) -> bool:
+    """True if the clients of this path's protocol raise an engine's error that they got as an event."""
+    return error.named or path.rstrip("/") != Api.MESSAGES

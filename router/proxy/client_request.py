@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Send
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.error_events import error_event
+from kvatlas_router.answers.error_events import error_event, is_seen
 from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
@@ -141,6 +141,15 @@ class ClientRequest:
             return
         said = EngineError.of_body(answer.body)
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
+
+    async def end_failed(self, error: EngineError, rest: bytes) -> None:
+        """End a stream with the rest of what the engine sent, the error in it. If the client would not see it, repeat it in its
+        protocol's form."""
+        if is_seen(self.for_engine.path, error):
+            await self.send({"type": "http.response.body", "body": rest})
+        else:
+            await self.send_part(rest)
+            await self.break_off(ErrorKind.BAD_GATEWAY, error.line)
 
     async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
         """Send an error of the router's own."""
