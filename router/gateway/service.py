@@ -25,6 +25,7 @@ from kvatlas_router.gateway.sender import SenderTrust
 from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
+from kvatlas_router.tenancy.withheld_fields import PRIORITY_HEADER
 from router_client.client import RouterClient
 from router_client.learning.condition import RequestEnds
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
@@ -119,13 +120,16 @@ def _server(
 ) -> GatewayServer:
     most_body_bytes = settings.max_body_mib << 20
     waits_s = settings.queue_wait_s if settings.queue_requests else 0.0
+    # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
+    withheld = {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""}
+    if settings.tenant_from:  # a request's id comes from the gateway
+        withheld.add(PRIORITY_HEADER.decode())
     processing = ProcessorSettings(
         ResponseMode(settings.response_mode),
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
-        # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
-        {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""},
+        withheld,
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)
