@@ -129,8 +129,8 @@ class QueryApi:
             record = self._catalogue.known_records.get(worker_id)
             return record is None or record.may_see(tenant_id)
 
-        view, most = View(tenant_id, caller.may_use, sees), MOST_OF_TENANT if caller.is_proven else MOST_FOLLOWERS
-        async with aclosing(self._changes.follow(view, after, most_of_tenant=most)) as changes:
+        view, share = View(tenant_id, caller.may_use, sees), MOST_OF_TENANT if caller.is_proven else MOST_FOLLOWERS
+        async with aclosing(self._changes.follow(view, after, share=share)) as changes:
             async for change in changes:
                 self.counters.changes += change is not None
                 yield change

@@ -71,7 +71,7 @@ class ChangeStreams:
     _records_at_s: float = float("-inf")
 
     async def follow(
-        self, view: View, after: Position | None, *, most_of_tenant: int = MOST_FOLLOWERS
+        self, view: View, after: Position | None, *, share: int = MOST_FOLLOWERS
     ) -> AsyncGenerator[Change | None, None]:
         """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after=None`:
         start with a snapshot.
@@ -80,8 +80,8 @@ class ChangeStreams:
         """
         if self.followers >= MOST_FOLLOWERS:
             raise TooManyFollowers(f"{MOST_FOLLOWERS} followers are served here already")
-        if self._of_tenant[view.tenant_id] >= most_of_tenant:
-            raise TooManyFollowers(f"{most_of_tenant} followers of this tenant are served here already")
+        if self._of_tenant[view.tenant_id] >= share:
+            raise TooManyFollowers(f"{share} followers of this tenant are served here already")
         self.followers += 1
         self._of_tenant[view.tenant_id] += 1
         try:
