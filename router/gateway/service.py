@@ -27,7 +27,6 @@ from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.tenancy.withheld_fields import PRIORITY_HEADER
 from router_client.client import RouterClient
-from router_client.learning.condition import RequestEnds
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
@@ -69,11 +68,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
             await part.start()
             stack.push_async_callback(part.stop)
         counters = GatewayCounters()
-        parts.client.condition.ends = lambda: RequestEnds(
-            counters.by_prompt + counters.by_load + counters.unpublished,
-            counters.refused + counters.shed + counters.queue_full + counters.late,
-            counters.gone,
-        )
+        parts.client.condition.ends = counters.read_ends
         parts.client.condition.proves_tenants = bool(settings.tenant_from)
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
