@@ -76,13 +76,23 @@ def test_sums_are_those_of_the_answers_and_of_the_index(valkey_url: str, cli: Cl
     assert "acme" in ask(cli, valkey_url)
 
 
-@pytest.mark.parametrize("name", ["=HYPERLINK(A1)", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
-def test_no_name_is_a_formula_of_a_spreadsheet(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("=HYPERLINK(A1)", "'=HYPERLINK(A1)"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "\\t=1"),
+        ("a\r=1,2", "a\\r=1,2"),
+    ],
+)
+def test_no_name_is_a_formula_of_a_spreadsheet_or_a_line(name: str, written: str) -> None:
     """Anyone who sends a cache salt names a tenant, where salts are tenants."""
     rows = [UsageRow(Scope(name, "t", name, name), name), UsageRow(Scope("m", "t", None, "acme"), "a=b")]
     dangerous, harmless = csv.DictReader(io.StringIO(to_csv(rows)))
     columns = ("model", "tenant", "adapter", "program")
-    assert {dangerous[column] for column in columns} == {"'" + name}
+    assert {dangerous[column] for column in columns} == {written}
     assert [harmless[column] for column in columns] == ["m", "acme", "", "a=b"]
 
 
