@@ -76,8 +76,8 @@ def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | 
 
 
 def to_csv(rows: Sequence[UsageRow]) -> str:
-    """The rows as CSV, after a header line. Clients and engines chose the names: control characters in them are escaped, and one
-    that a spreadsheet would take for a formula gets an apostrophe before it."""
+    """The rows as CSV, after a header line. Clients and engines chose the names: control characters are escaped, and a name
+    that a spreadsheet would take for a formula gets an apostrophe."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(UsageRow(None, "").jsonable()), lineterminator="\n")
     writer.writeheader()
