@@ -145,7 +145,9 @@ class AnswerRelay:
         credentials = self._addresses.sends_credentials(choice.url)
         with engine_span(to_engine, choice, request.model) as span:
             watch = self._progress.watch(sent_try(choice, to_engine.path, request.text, may_move))
-            headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
+            added = {**trace_headers(span), **choice.headers}
+            of_tenant = not request.is_trusted
+            headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
             async with send_to_engine(self._engines, watch, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer

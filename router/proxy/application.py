@@ -40,7 +40,7 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import INFERENCE, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call
 from kvatlas_router.proxy.exchange import Exchange
 from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
 from kvatlas_router.proxy.json_body import UnreadableBody, read_object
@@ -229,8 +229,9 @@ class _ForEngines:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
-        if _may_be_another(path):
-            await send_error(send, ErrorKind.NO_PATH, f"{path[:200]}: expected a path without empty or dotted parts")
+        if path.endswith("/") or is_ambiguous(path):
+            line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
+            await send_error(send, ErrorKind.NO_PATH, line)
             return
         try:
             _check_headers(request)
@@ -251,11 +252,6 @@ class _ForEngines:
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
         await self._exchange.run(asked)
-
-
-def _may_be_another(path: str) -> bool:
-    """True if HTTP software on the way to an engine may normalize the path to one that is not allowed."""
-    return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 
 def _check_headers(request: Request) -> None:

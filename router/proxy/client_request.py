@@ -204,11 +204,14 @@ class ClientRequest:
             self.decision or self.failure or "no worker",
         )
 
+    @property
+    def is_trusted(self) -> bool:
+        """True for any sender without a clients file, otherwise only for a gateway."""
+        return self.caller.is_front or not self.caller.is_proven
+
     def trusted_header(self, name: bytes) -> str | None:
-        """Like `header`, but None unless the sender is trusted: any sender without a clients file, otherwise only a
-        gateway."""
-        caller = self.caller
-        return self.header(name) if caller.is_front or not caller.is_proven else None
+        """Like `header`, but None unless the sender is trusted."""
+        return self.header(name) if self.is_trusted else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
         """Count its prompt and its expected answer. Raises OverLimit."""

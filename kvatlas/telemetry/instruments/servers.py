@@ -117,6 +117,7 @@ GATEWAY = {
         by_prompt="prompt",
         by_load="load",
         unpublished="unpublished",
+        invalid="invalid",
         refused="refused",
         shed="shed",
         queue_full="queue_full",
