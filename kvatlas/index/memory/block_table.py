@@ -332,26 +332,6 @@ class BlockTable:
 
     # ------------------------------------------------------------ recounts
 
-    def recount(self) -> tuple[dict[int, HolderCount], int]:
-        """The content of every active holder, counted from the blocks, and the number of removed entries with unknown holder
-        numbers.
-
-        A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
-        """
-        counted = {holder: HolderCount() for holder in self.active}
-        strays = 0
-        for scope_id, blocks in self.blocks.items():
-            for key, value in list(blocks.items()):
-                for number, flags in entries_of(value):
-                    holder = int.from_bytes(number, "big")
-                    if holder in counted:
-                        self.holders[holder].touched.setdefault(scope_id, BlockSizes())
-                        counted[holder].add(scope_id, key, flags)
-                    elif holder not in self.holders:
-                        strays += 1
-                        self._replace(scope_id, key, without_holder(blocks[key], number))
-        return counted, strays
-
     def is_sound(self, holder: int, count: HolderCount) -> bool:
         """True if every entry has at least one tier and no other flags, and the marks match their digest."""
         if count.malformed:
