@@ -14,8 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.runtime.browser_pages import why_foreign
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, why_foreign
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
@@ -64,7 +63,7 @@ class HttpBorder:
         *,
         near: bool = False,
     ) -> None:
-        """`near`: it listens on loopback, so pages in a browser there must not use it (`browser_pages`)."""
+        """`near`: it listens on loopback, so pages in a browser there must not use it."""
         self._near = near
         self._application = application
         self._access = access
