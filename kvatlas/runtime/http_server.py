@@ -13,6 +13,7 @@ import uvicorn
 from anyio.abc import TaskStatus
 from starlette.types import ASGIApp
 
+from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.connection_shares import ConnectionShares
@@ -40,6 +41,11 @@ class Listener:
         host, port = self.socket.getsockname()[:2]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return f"{'https' if self.tls else 'http'}://{place}"
+
+    @property
+    def is_near(self) -> bool:
+        """True if it is on loopback."""
+        return is_loopback(self.socket.getsockname()[0])
 
     def close(self) -> None:
         """Close the socket. Closing twice is fine."""
@@ -79,7 +85,7 @@ async def serve(
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
     protocol = partial(BoundedProtocol, access=access, shares=listener.shares, counters=counters, refusals=refusals)
     config = uvicorn.Config(
-        HttpBorder(application, access, counters, refusals),
+        HttpBorder(application, access, counters, refusals, near=listener.is_near),
         http=protocol,  # type: ignore[arg-type]
         ws="none",
         log_config=None,
