@@ -41,21 +41,21 @@ class TenantGate:
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
             await self._application(scope, receive, send)
             return
-        address = scope["client"][0] if scope["client"] else ""
+        address, path = scope["client"][0] if scope["client"] else "", scope["path"]
         try:
             caller = await self._proof.prove(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
         except Unproven as error:
             self._counters.unproven += 1
             self._refusals.report("unproven", f"request of {address} refused: {error}")
-            await send_error(send, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
+            await send_error(send, path, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
             return
         except ForeignTenant as error:
             self._counters.foreign += 1
             self._refusals.report("foreign", f"request of {address} refused: {error}")
-            await send_error(send, ErrorKind.FOREIGN, str(error))
+            await send_error(send, path, ErrorKind.FOREIGN, str(error))
             return
         except KeysUnknown as error:
-            await send_error(send, ErrorKind.UNAVAILABLE, str(error))
+            await send_error(send, path, ErrorKind.UNAVAILABLE, str(error))
             return
         self._counters.proven += 1
         try:
@@ -63,7 +63,7 @@ class TenantGate:
         except OverLimit as error:
             self._counters.over_requests += 1
             headers = self._limits.headers(caller)
-            await send_error(send, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=headers)
+            await send_error(send, path, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=headers)
             return
         try:
             scope["kvatlas.permit"] = permit

@@ -21,13 +21,11 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class OverLimit(KvatlasError):
-    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass. `tokens`: the limit is one of
-    tokens."""
+    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will."""
 
-    def __init__(self, line: str, retry_after_s: float, *, tokens: bool) -> None:
+    def __init__(self, line: str, retry_after_s: float | None) -> None:
         super().__init__(line)
-        self.retry_after_s = max(1, math.ceil(retry_after_s))
-        self.tokens = tokens
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
 
 
 @dataclass(slots=True)
@@ -80,16 +78,14 @@ class Permit:
         most, allowance = limits.tokens_in_flight, use.of_tokens
         for limit, what in ((most, "in flight"), (limits.tokens_per_minute, "a minute")):
             if limit is not None and tokens > limit:
-                raise OverLimit(
-                    f"the request has {tokens} tokens; this client may have {limit} {what}", 60, tokens=True
-                )
+                raise OverLimit(f"the request has {tokens} tokens; this client may have {limit} {what}", None)
         if most is not None and use.tokens + tokens > most:
-            raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1, tokens=True)
+            raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1)
         use.tokens += tokens
         self._tokens = tokens  # `end` returns them in any case
         if allowance is not None and not await self._exchange.take(allowance, tokens):
             wait_s = allowance.wait_s(tokens, self._exchange.clock())
-            raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
+            raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s)
 
     def note_sent(self, tokens: int) -> None:
         """Record the tokens of the prompt and of what the client has of its answer. They count if it leaves before the end,
@@ -140,14 +136,14 @@ class ClientLimits:
         """Count one more request. Raises OverLimit."""
         use, most = self._use_of(caller), caller.limits.requests_in_flight
         if most is not None and use.requests >= most:
-            raise OverLimit(f"{use.requests} requests of this client are in flight, of {most}", 1, tokens=False)
+            raise OverLimit(f"{use.requests} requests of this client are in flight, of {most}", 1)
         use.requests += 1
         permit = Permit(caller, use, self._exchange, self._counters)
         try:
             if use.of_requests is not None and not await self._exchange.take(use.of_requests, 1):
                 wait_s = use.of_requests.wait_s(1, self._exchange.clock())
                 line = f"this client has used its {use.of_requests.size} requests a minute"
-                raise OverLimit(line, wait_s, tokens=False)
+                raise OverLimit(line, wait_s)
         except BaseException:
             permit.end()
             raise
