@@ -24,9 +24,8 @@ import httpx
 
 from tests.chaos.child_process import ChildProcess
 from tests.chaos.exactness import residences_of_export
-from tests.chaos.fleet import MODEL, Fleet, running_fleet
+from tests.chaos.fleet import MODEL, RETIRE_AFTER_S, Fleet, running_fleet
 from tests.chaos.requests.rolled_routers import Balancer, RouterLife, RouterProcess
-from tests.chaos.fleet import RETIRE_AFTER_S
 from tests.chaos.scenario_run import ScenarioRun
 from tests.end_to_end.processes import ROOT, check_out, environment
 from tests.eventually import until

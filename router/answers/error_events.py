@@ -11,18 +11,20 @@ _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
-    """A stream's last event. `body`: the error from `error_body`. `events`: the number of events sent before. None for a path
-    with an unknown protocol: only a cut connection shows every client that its answer is incomplete.
+    """A stream's last event. `body`: the error from `error_body`, in the form of the path's API. `events`: the number of events
+    sent before. None for a path with an unknown protocol: only a cut connection shows every client that its answer is
+    incomplete.
 
     OpenAI's clients raise an error for data with a member `error`, Anthropic's only for an event of type `error`.
     """
     path = path.rstrip("/")
-    error = body["error"]
+    named: Mapping[str, Any]
     if path in _OPENAI:
         return b"data: " + json.dumps(body).encode() + b"\n\n"
     if path == Api.MESSAGES:
-        named: dict[str, Any] = {"type": "error", "error": {"type": "api_error", "message": error["message"]}}
+        named = body
     elif path == Api.RESPONSES:
+        error = body["error"]
         own = {name: error.get(name) for name in ("code", "message", "param")}
         named = {"type": "error", **own, "sequence_number": events, "error": error}
     else:
