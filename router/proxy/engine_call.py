@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
 from kvatlas_router.proxy.json_body import read_object
