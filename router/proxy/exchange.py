@@ -162,7 +162,7 @@ class Exchange:
             request.priority = hints.priority if request.priority is None else request.priority
 
         def complete(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
-            read = let_fetch(self._reader.with_session(read, request.header), text)
+            read = let_fetch(self._reader.with_session(read, request.headers), text)
             return read if hints is None else replace(read, prompt=hints.apply(read.prompt))
 
         async def read_prompt(text: TextRequest) -> RequestPrompt:
