@@ -90,7 +90,7 @@ async def open_borders(
     if proof is not None:
         _log.info("clients must prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
     else:
-        _log.info("every client counts as the tenant of --tenant-id; to separate tenants, set --clients-file")
+        _log.info("every client belongs to the tenant of --tenant-id; to separate tenants, set --clients-file")
         if salts:
             _log.warning(
                 "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "

@@ -28,20 +28,22 @@ class TenantGate:
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
             await self._application(scope, receive, send)
             return
-        address = scope["client"][0] if scope["client"] else ""
+        address, path = scope["client"][0] if scope["client"] else "", scope["path"]
         try:
             permit = await self._entrance.admit(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
         except Unproven as error:
-            await send_error(send, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
+            await send_error(send, path, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
             return
         except ForeignTenant as error:
-            await send_error(send, ErrorKind.FOREIGN, str(error))
+            await send_error(send, path, ErrorKind.FOREIGN, str(error))
             return
         except KeysUnknown as error:
-            await send_error(send, ErrorKind.UNAVAILABLE, str(error))
+            await send_error(send, path, ErrorKind.UNAVAILABLE, str(error))
             return
         except OverLimit as error:
-            await send_error(send, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=error.headers)
+            await send_error(
+                send, path, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=error.headers
+            )
             return
         try:
             scope["kvatlas.permit"] = permit

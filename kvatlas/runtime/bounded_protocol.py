@@ -211,6 +211,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head, self._has_begun = True, False
         self.cycle.more_body = False  # also of a request that was answered before its end
+        if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
+            after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
+            self._shares.rest(self)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -1,7 +1,7 @@
 """What stands between a connection and an application; `bounded_protocol` reads the requests.
 
-`HttpBorder` refuses requests without a Host or with two of them, too long bodies, WebSockets, operators' calls of pages in a
-browser and, if the server has tokens, requests without one of them (except probes).
+`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets, operators' calls from a
+browser's pages and, if the server has tokens, requests without one of them (except probes).
 """
 
 import hmac

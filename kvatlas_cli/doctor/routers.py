@@ -119,7 +119,7 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
     if one.proves_tenants:
         yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")
         return
-    line = f"{where}: every client that reaches it counts as the tenant of --tenant-id, whatever it sends"
+    line = f"{where}: every client that reaches it belongs to the tenant of --tenant-id, whatever it sends"
     advice = "for several tenants, or limits by key: --clients-file (router), --tenant-from (epp)"
     yield Finding("routers.proof", Level.INFO, line, advice)
 

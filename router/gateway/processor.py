@@ -159,7 +159,7 @@ class _Stream:
             self._ended = True
             self._metrics.record_refusal(picked.kind.status)
             describe_answer(self._span, picked.kind.status, None)
-            await self._send(refusal(picked.kind.status, picked.headers, picked.body))
+            await self._send(refusal(picked.kind.status, picked.headers, picked.body(head.path)))
             return False
         self._picked = picked
         self._attributes = self._metrics.record_begin(picked.labels)

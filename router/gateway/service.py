@@ -185,5 +185,5 @@ def settings_trust(settings: GatewaySettings) -> SenderTrust:
     except InvalidValue as error:
         raise SettingsError(f"--tenant-from is {error}") from None
     if not settings.tenant_from:
-        _log.info("every request counts as the tenant of --tenant-id; to separate tenants, set --tenant-from")
+        _log.info("every request belongs to the tenant of --tenant-id; to separate tenants, set --tenant-from")
     return trust

@@ -194,7 +194,7 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        if (goes_on and not stream.done) or _is_cut(request, answer, stream):
+        if (goes_on and not stream.done) or _is_cut(request, stream):
             raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
@@ -285,11 +285,12 @@ class AnswerRelay:
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
-        elif stream.error is None and _is_cut(request, answer, stream):
+        elif stream.error is None and _is_cut(request, stream):
             raise EngineLost("the stream ended before the answer")
-        await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
+            await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)
+        await request.send({"type": "http.response.body", "body": rest})
         return stream.usage
 
     def _read(self, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
@@ -323,9 +324,10 @@ def _kind_of(choice: Booked) -> EngineKind:
     return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
 
 
-def _is_cut(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> bool:
-    """True if a request's answer lacks its end, and its connection's end may be that of a lost engine."""
-    return request.text is not None and answer.rest.may_be_cut and not stream.finished
+def _is_cut(request: ClientRequest, stream: EventStream) -> bool:
+    """True if a request's answer lacks its end: a finish reason or the final event. A process in between may have ended the
+    engine's stream cleanly for it."""
+    return request.text is not None and not stream.finished
 
 
 async def _report(call: Awaitable[None]) -> None:

@@ -231,7 +231,7 @@ class _ForEngines:
         path, query = scope["path"], scope["query_string"]
         if path.endswith("/") or is_ambiguous(path):
             line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
-            await send_error(send, ErrorKind.NO_PATH, line)
+            await send_error(send, path, ErrorKind.NO_PATH, line)
             return
         try:
             _check_headers(request)
@@ -241,7 +241,7 @@ class _ForEngines:
             if self._borders.salts and caller.is_proven:
                 call = call.salted(path, caller.salted)
         except InvalidValue as error:
-            await send_error(send, ErrorKind.INVALID, str(error))
+            await send_error(send, path, ErrorKind.INVALID, str(error))
             return
         except ClientDisconnect:
             return
@@ -301,15 +301,16 @@ def _with_json_errors(
         except (NoWorkers, Unreachable, TooManyHeld) as error:
             kind, line = ErrorKind.UNAVAILABLE, str(error)
         headers = {} if kind.status < 429 else {"Retry-After": str(retry_after_s)}
-        return JSONResponse(error_body(kind, line), kind.status, headers)
+        return JSONResponse(error_body(request.url.path, kind, line), kind.status, headers)
 
     return handled
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The server's own errors in OpenAI's form, such as a wrong method or a body that is too long."""
+    """The server's own errors, such as a wrong method or a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail
-    line = f"{request.method[:20]} {request.scope['path'][:200]}: {detail}"
-    return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))
+    path = request.scope["path"]
+    line = f"{request.method[:20]} {path[:200]}: {detail}"
+    return JSONResponse(error_body(path, kind, line), error.status_code, dict(error.headers or {}))

@@ -21,12 +21,12 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class OverLimit(KvatlasError):
-    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass. `tokens`: the limit is one of
-    tokens. `headers`: see `Permit.headers`; of a request that was not admitted."""
+    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will. `tokens`:
+    the limit is one of tokens. `headers`: see `Permit.headers`; of a request that was not admitted."""
 
-    def __init__(self, line: str, retry_after_s: float, *, tokens: bool, headers: Headers | None = None) -> None:
+    def __init__(self, line: str, retry_after_s: float | None, *, tokens: bool, headers: Headers | None = None) -> None:
         super().__init__(line)
-        self.retry_after_s = max(1, math.ceil(retry_after_s))
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
         self.tokens = tokens
         self.headers = headers or []
 
@@ -82,7 +82,7 @@ class Permit:
         for limit, what in ((most, "in flight"), (limits.tokens_per_minute, "a minute")):
             if limit is not None and tokens > limit:
                 raise OverLimit(
-                    f"the request has {tokens} tokens; this client may have {limit} {what}", 60, tokens=True
+                    f"the request has {tokens} tokens; this client may have {limit} {what}", None, tokens=True
                 )
         if most is not None and use.tokens + tokens > most:
             raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1, tokens=True)

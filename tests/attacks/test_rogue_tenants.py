@@ -390,7 +390,7 @@ async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
         ]
         await reaches(guarded.url, CHAT, messages=said, tools=[tool])
         got = await engine.requests[-1].json()
-        assert got["tools"] == [tool] and got["messages"][0]["content"] == [image, said[0]["content"][1]]  # type: ignore[index]
+        assert got["tools"] == [tool] and got["messages"][0]["content"] == [image, said[0]["content"][1]]
         named = {"model": MODEL, "token_ids": [1, 2], "features": {"mm_hashes": {"image": ["acmes"]}}}
         answer = await client.post(guarded.url + "/inference/v1/generate", json=named, headers=bearer(OTHER))
         assert answer.status_code == 400 and "features" in answer.text

@@ -83,6 +83,17 @@ async def test_a_refused_body_that_does_not_end_is_cut_off() -> None:
         assert (await read_to_end(stream)).startswith(b"HTTP/1.1 413 ")
 
 
+async def test_a_connection_is_idle_after_a_body_that_came_behind_its_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    """HTTP clients send headers and body apart. They may use the connection again, for as long as any other."""
+    access = HttpAccess(body_bytes=LIMIT, header_s=0.2, idle_s=1)
+    async with serving(access) as listener, connected(listener) as stream:
+        await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await stream.receive()).startswith(b"HTTP/1.1 413 ")
+        await stream.send(b"x" * 1001)
+        assert await read_to_end(stream) == b""
+    assert "no whole request" not in caplog.text
+
+
 async def test_a_connection_above_the_limit_gets_a_503_and_the_others_go_on() -> None:
     access = HttpAccess(connections=2, address_connections=2)
     async with serving(access) as listener, connected(listener) as first, connected(listener) as second:

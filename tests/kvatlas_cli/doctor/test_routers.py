@@ -70,7 +70,7 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
         await write_answer_report(installation.store, router_id, POOL, AnswerReport(condition=condition))
     open_, proving = await installation.findings("routers.proof")
     assert open_.level is Level.INFO and open_.line.startswith(
-        "router open: every client that reaches it counts as the tenant of --tenant-id"
+        "router open: every client that reaches it belongs to the tenant of --tenant-id"
     )
     assert "--clients-file" in open_.advice
     assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line
