@@ -76,7 +76,7 @@ CASES = (
     Case("long answers", "thought"),
     Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8)),
     Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
-    Case("agents, a worker is lost", "agents", replace(FLEET, outages=(Outage(0, 0.5, 0.5, 0.9),))),
+    Case("agents, the busiest worker is lost", "agents", replace(FLEET, outages=(Outage(None, 0.5, 0.5, 0.9),))),
     Case("agents, hybrid model", "agents", replace(FLEET, layout=_HYBRID)),
 )
 
