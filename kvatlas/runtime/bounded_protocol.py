@@ -21,7 +21,7 @@ from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.runtime.chunked_body import ChunkedBody
-from kvatlas.runtime.connection_shares import ConnectionShares, Place
+from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
@@ -44,21 +44,23 @@ _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `shares`: the connections of its server."""
+    """One connection. `shares`: the connections of its server. `arriving`: the one there whose place it takes."""
 
     def __init__(
         self,
         *args: Any,
         access: HttpAccess,
-        shares: "ConnectionShares[BoundedProtocol]",
+        shares: ConnectionShares[Closable],
         counters: HttpCounters,
         refusals: RateLimitedLog,
+        arriving: Closable | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _errors
         self._access = access
         self._shares = shares
+        self._arriving = arriving
         self._counters = counters
         self._refusals = refusals
         self._header_s = access.header_s
@@ -93,13 +95,16 @@ class BoundedProtocol(HttpToolsProtocol):
             names := _certificate_names(transport.get_extra_info("peercert"))
         ) and self._access.client_ca_file is not None:
             self.app = WithCertificate(self.app, names)
+        if self._arriving is not None:
+            self._shares.close(self._arriving)
         place = self._shares.open(self, self.client[0] if self.client else None)
         if place is not Place.FULL:
             self._counters.too_many += 1
-            most = f"{self._shares.most} in all (--http-connections), {self._shares.share} of one address"
-            self._refusals.report(
-                "connections", f"connection of {self._who} refused: the most that are allowed are {most}"
-            )
+            self._refusals.report("connections", self._shares.describe_refusal(self._who))
+        if place is Place.DROPPED:
+            self._refused = True
+            transport.abort()
+            return
         if place is Place.NONE:
             self._refuse(503, TOO_MANY)
             return
@@ -208,6 +213,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head, self._has_begun = True, False
         self.cycle.more_body = False  # also of a request that was answered before its end
+        if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
+            after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
+            self._shares.rest(self)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:

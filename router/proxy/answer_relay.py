@@ -142,7 +142,9 @@ class AnswerRelay:
     ) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
         with engine_span(to_engine, choice, request.model) as span:
-            headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
+            added = {**trace_headers(span), **choice.headers}
+            of_tenant = not request.is_trusted
+            headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
             sent = sent_try(choice, to_engine.path, request.text, may_move)
             watched = self._progress.send(sent, asyncio.current_task())
             async with EngineTry(self._engines, watched, choice.url, to_engine, headers) as answer:
@@ -191,7 +193,7 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        if (goes_on and not stream.done) or _is_cut(request, answer, stream):
+        if (goes_on and not stream.done) or _is_cut(request, stream):
             raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
@@ -282,11 +284,12 @@ class AnswerRelay:
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
-        elif stream.error is None and _is_cut(request, answer, stream):
+        elif stream.error is None and _is_cut(request, stream):
             raise EngineLost("the stream ended before the answer")
-        await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
+            await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)
+        await request.send({"type": "http.response.body", "body": rest})
         return stream.usage
 
     def _read(self, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
@@ -320,9 +323,10 @@ def _kind_of(choice: Booked) -> EngineKind:
     return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
 
 
-def _is_cut(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> bool:
-    """True if a request's answer lacks its end, and its connection's end may be that of a lost engine."""
-    return request.text is not None and answer.rest.may_be_cut and not stream.finished
+def _is_cut(request: ClientRequest, stream: EventStream) -> bool:
+    """True if a request's answer lacks its end: a finish reason or the final event. A process in between may have ended the
+    engine's stream cleanly for it."""
+    return request.text is not None and not stream.finished
 
 
 async def _report(call: Awaitable[None]) -> None:

@@ -41,7 +41,7 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import INFERENCE, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call
 from kvatlas_router.proxy.exchange import Exchange
 from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders, plain_json_type
 from kvatlas_router.proxy.json_body import UnreadableBody, read_object
@@ -229,8 +229,9 @@ class _ForEngines:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, query = scope["path"], scope["query_string"]
-        if path not in INFERENCE and _may_be_another(path):
-            await send_error(send, ErrorKind.NO_PATH, f"{path[:200]}: expected a path without empty or dotted parts")
+        if path not in INFERENCE and (path.endswith("/") or is_ambiguous(path)):
+            line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
+            await send_error(send, path, ErrorKind.NO_PATH, line)
             return
         try:
             kind = _read_type(scope["headers"])
@@ -240,7 +241,7 @@ class _ForEngines:
             if self._borders.salts and caller.is_proven:
                 call = call.salted(path, caller.salted)
         except InvalidValue as error:
-            await send_error(send, ErrorKind.INVALID, str(error))
+            await send_error(send, path, ErrorKind.INVALID, str(error))
             return
         except ClientDisconnect:
             return
@@ -251,11 +252,6 @@ class _ForEngines:
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
         await self._exchange.run(asked)
-
-
-def _may_be_another(path: str) -> bool:
-    """True if HTTP software on the way to an engine may normalize the path to one that is not allowed."""
-    return bool({"", ".", ".."} & set(path.split("/")[1:]))
 
 
 def _read_type(headers: RawHeaders) -> str:
@@ -321,15 +317,16 @@ def _with_json_errors(
         except (NoWorkers, Unreachable, TooManyHeld) as error:
             kind, line = ErrorKind.UNAVAILABLE, str(error)
         headers = {} if kind.status < 429 else {"Retry-After": str(retry_after_s)}
-        return JSONResponse(error_body(kind, line), kind.status, headers)
+        return JSONResponse(error_body(request.url.path, kind, line), kind.status, headers)
 
     return handled
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The server's own errors in OpenAI's form, such as a wrong method or a body that is too long."""
+    """The server's own errors, such as a wrong method or a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail
-    line = f"{request.method[:20]} {request.scope['path'][:200]}: {detail}"
-    return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))
+    path = request.scope["path"]
+    line = f"{request.method[:20]} {path[:200]}: {detail}"
+    return JSONResponse(error_body(path, kind, line), error.status_code, dict(error.headers or {}))

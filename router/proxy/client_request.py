@@ -14,14 +14,14 @@ from starlette.types import Message, Send
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.error_events import error_event
+from kvatlas_router.answers.error_events import error_event, is_seen
 from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
 from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
-from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
 from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
@@ -30,19 +30,19 @@ _access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
-    """The proxy's own errors in the terms of OpenAI's API: status, type and code."""
+    """The proxy's own errors: status, type and code in OpenAI's API, type in Anthropic's."""
 
-    INVALID = 400, "invalid_request_error", None
-    UNPROVEN = 401, "invalid_request_error", "invalid_api_key"
-    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed"
-    NO_MODEL = 404, "invalid_request_error", "model_not_found"
-    NO_PATH = 404, "invalid_request_error", "unknown_url"
-    NO_OBJECT = 404, "invalid_request_error", "not_found"
-    METHOD = 405, "invalid_request_error", "method_not_supported"
-    TOO_LONG = 413, "invalid_request_error", "request_too_large"
-    BUSY = 429, "rate_limit_error", "rate_limit_exceeded"
-    BAD_GATEWAY = 502, "server_error", "bad_gateway"
-    UNAVAILABLE = 503, "server_error", "service_unavailable"
+    INVALID = 400, "invalid_request_error", None, "invalid_request_error"
+    UNPROVEN = 401, "invalid_request_error", "invalid_api_key", "authentication_error"
+    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed", "permission_error"
+    NO_MODEL = 404, "invalid_request_error", "model_not_found", "not_found_error"
+    NO_PATH = 404, "invalid_request_error", "unknown_url", "not_found_error"
+    NO_OBJECT = 404, "invalid_request_error", "not_found", "not_found_error"
+    METHOD = 405, "invalid_request_error", "method_not_supported", "invalid_request_error"
+    TOO_LONG = 413, "invalid_request_error", "request_too_large", "request_too_large"
+    BUSY = 429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"
+    BAD_GATEWAY = 502, "server_error", "bad_gateway", "api_error"
+    UNAVAILABLE = 503, "server_error", "service_unavailable", "overloaded_error"
 
     @property
     def status(self) -> int:
@@ -139,12 +139,24 @@ class ClientRequest:
         said = EngineError.of_body(answer.body)
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
-    async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        """Send an error of the router's own."""
+    async def end_failed(self, error: EngineError, rest: bytes) -> None:
+        """End a stream with the rest of what the engine sent, the error in it. If the client would not see it, repeat it in its
+        protocol's form."""
+        if is_seen(self.for_engine.path, error):
+            await self.send({"type": "http.response.body", "body": rest})
+        else:
+            await self.send_part(rest)
+            await self.break_off(ErrorKind.BAD_GATEWAY, error.line)
+
+    async def refuse(
+        self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int | None = 1
+    ) -> None:
+        """Send an error of the router's own; see `send_error`."""
         describe_answer(self.span, kind.status, None)
         if self.status is None:
             line = self._told(kind, line)
-            await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s, added=self._shown())
+            path, added = self.for_engine.path, self._shown()
+            await send_error(self.send, path, kind, line, param=param, retry_after_s=retry_after_s, added=added)
         else:
             await self.break_off(kind, line)
 
@@ -153,11 +165,11 @@ class ClientRequest:
         began and its last event is complete. For any other incomplete answer, the server cuts the connection."""
         if self.complete:
             return
-        line = self._told(kind, line)
+        path, line = self.for_engine.path, self._told(kind, line)
         if self.status is None:
-            await send_error(self.send, kind, line)
+            await send_error(self.send, path, kind, line)
             return
-        event = error_event(self.for_engine.path, error_body(kind, line), self.sent_events) if self.events else None
+        event = error_event(path, error_body(path, kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
 
@@ -192,11 +204,14 @@ class ClientRequest:
             self.decision or self.failure or "no worker",
         )
 
+    @property
+    def is_trusted(self) -> bool:
+        """True for any sender without a clients file, otherwise only for a gateway."""
+        return self.caller.is_front or not self.caller.is_proven
+
     def trusted_header(self, name: bytes) -> str | None:
-        """Like `header`, but None unless the sender is trusted: any sender without a clients file, otherwise only a
-        gateway."""
-        caller = self.caller
-        return self.header(name) if caller.is_front or not caller.is_proven else None
+        """Like `header`, but None unless the sender is trusted."""
+        return self.header(name) if self.is_trusted else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
         """Count its prompt and its expected answer. Raises OverLimit."""
@@ -237,17 +252,29 @@ async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -
 
 
 async def send_error(
-    send: Send, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1, added: RawHeaders = ()
+    send: Send,
+    path: str,
+    kind: ErrorKind,
+    line: str,
+    *,
+    param: str | None = None,
+    retry_after_s: int | None = 1,
+    added: RawHeaders = (),
 ) -> None:
-    """Send an error in the format of OpenAI's API."""
+    """Send an error in the form of the path's API. `retry_after_s=None`: the same request never passes, so that the SDKs of
+    OpenAI and Anthropic must not send it again."""
     headers = [(b"content-type", b"application/json"), *added]
-    if kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
+    if retry_after_s is None:
+        headers.append((b"x-should-retry", b"false"))
+    elif kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
         headers.append((b"retry-after", str(retry_after_s).encode()))
-    body = json.dumps(error_body(kind, line, param)).encode()
+    body = json.dumps(error_body(path, kind, line, param)).encode()
     await send_answer(send, WholeAnswer(kind.status, headers, body))
 
 
-def error_body(kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
-    """The JSON body of an error in OpenAI's format."""
-    _, type_, code = kind.value
+def error_body(path: str, kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
+    """The JSON body of an error in the form of the path's API, Anthropic's or OpenAI's."""
+    _, type_, code, anthropics_type = kind.value
+    if path.startswith(Api.MESSAGES.value):
+        return {"type": "error", "error": {"type": anthropics_type, "message": line}}
     return {"error": {"message": line, "type": type_, "param": param, "code": code}}

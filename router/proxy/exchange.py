@@ -171,7 +171,7 @@ class Exchange:
         await self._tries.run(request, complete(read, request.text), read_prompt)
 
     def _heeds_hints(self, request: ClientRequest) -> bool:
-        return self._settings.request_hints and (request.caller.is_front or not request.caller.is_proven)
+        return self._settings.request_hints and request.is_trusted
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
         """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""

@@ -212,7 +212,7 @@ class WorkerTries:
                 return True
 
     async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
-        """Let another worker go on with an answer. False if none can, and the client has got nothing of any."""
+        """Continue an answer at another worker. False if none can, and the client has nothing of any answer."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
         attempts.apart, attempts.stalled = False, stalled

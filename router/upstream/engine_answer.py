@@ -36,7 +36,7 @@ class EngineStalled(EngineUnreachable):
 
 
 class EngineHangs(EngineLost):
-    """The engine makes no progress in mid-answer. Its answer may still come: see `StreamedAnswer`."""
+    """The engine makes no progress mid-answer. Its answer may still come: see `StreamedAnswer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StreamedAnswer:
         except asyncio.CancelledError as error:
             if not watched.took_cancellation():
                 raise
-            raise (EngineLost if watched.is_lost else EngineHangs)("the engine hangs in mid-answer") from error
+            raise (EngineLost if watched.is_lost else EngineHangs)("the engine hangs mid-answer") from error
         finally:
             watched.reading = False
         if not chunk:

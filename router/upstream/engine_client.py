@@ -69,7 +69,7 @@ class IncomingAnswer:
         """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
         part = await self._connection.read()
         if not part and self._connection.failure:
-            raise EngineLost(f"the engine went away in mid-answer: {self._connection.failure}")
+            raise EngineLost(f"the engine went away mid-answer: {self._connection.failure}")
         return part
 
     async def read_all(self, seen: Callable[[bytes], object] = len) -> bytes:

@@ -1,4 +1,4 @@
-"""Quotes for a large pool whose workers' blocks the booking's own call looks up: a cold one for each kind of workers.
+"""Quotes for a large pool, in which the booking call itself looks up workers' blocks: a cold quote for each kind of worker.
 
 The store lowers a cold quote by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor
 for a quote for every worker, whatever the workers hold and however fast they are.
