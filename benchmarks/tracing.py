@@ -57,7 +57,7 @@ from kvatlas_router.proxy.request_trace import (
     request_span,
     trace_headers,
 )
-from kvatlas_simulator.demo.trace_receiver import running_receiver
+from tests.trace_receiver import running_receiver
 
 ROUNDS = 40
 CALLS = 250

@@ -15,10 +15,10 @@
       pull_protocol       requests and statuses (pure)         grant_server       answers requests to send large snapshots
       admission           which messages are valid (pure)      grants             how many bytes are granted (pure)
       queue               between consumer and applier       cleanup/
-      dead_letters        keeps the invalid ones               scrubber           recounts holders, slowly
-      event_stream        creates the stream if missing        sweeper            frees memory of retired holders
-    liveness/                                                  record_expiry      which closed records to delete (pure)
-      heartbeats          receives, writes fleet records       scope_expiry       deletes unused scopes
+      dead_letters        keeps the invalid ones               sweeper            frees memory of retired holders
+      event_stream        creates the stream if missing        record_expiry      which closed records to delete (pure)
+    liveness/                                                  scope_expiry       deletes unused scopes
+      heartbeats          receives, writes fleet records
       failure_detector    alive, lost, retired (pure)
 
 Invariants:

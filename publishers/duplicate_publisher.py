@@ -7,20 +7,16 @@ does not switch back and forth.
 """
 
 import logging
-from collections.abc import Callable
 from time import monotonic, time_ns
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import alive_subject
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import read_heartbeat
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
-from kvatlas_publishers.counters import PublisherCounters
-from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.parts import PublisherParts
 
 SILENT_S = 6.0
 """Longer than routers wait for a heartbeat, but much shorter than the time until a worker is retired."""
@@ -31,30 +27,18 @@ log = logging.getLogger("kvatlas.publisher")
 class DuplicatePublisherWatch:
     """Call `start`, then `run` (until cancelled), then `stop`."""
 
-    def __init__(
-        self,
-        client: Client,
-        worker_id: str,
-        changelog: Changelog,
-        counters: PublisherCounters,
-        log_limited: RateLimitedLog,
-        *,
-        on_incarnation_due: Callable[[], None],
-        silent_s: float = SILENT_S,
-        fleet_id: str | None = None,
-    ) -> None:
-        """`fleet_id`: the publisher's fleet. Another fleet's publisher is ignored, as the indexers ignore it."""
-        self._client = client
-        self._worker_id = worker_id
-        self._changelog = changelog
-        self._counters = counters
-        self._log = log_limited
-        self._on_incarnation_due = on_incarnation_due
+    def __init__(self, parts: PublisherParts, *, silent_s: float = SILENT_S) -> None:
+        """A publisher of another fleet is ignored, as the indexers ignore it."""
+        self._client = parts.client
+        self._worker_id = parts.worker_id
+        self._fleet_id = parts.settings.fleet_id
+        self._changelog = parts.changelog
+        self._counters = parts.counters
+        self._log = parts.log
+        self._due = parts.due
         self._silent_s = silent_s
-        self._fleet_id = fleet_id
         self._heard_s = 0.0
         self._wakeup = Wakeup()
-        self._log = RateLimitedLog(log, f"worker {worker_id}: ")
 
     async def start(self) -> None:
         """Subscribe to the heartbeats. Raises nats errors if the connection is closed."""
@@ -72,7 +56,7 @@ class DuplicatePublisherWatch:
             elif left_s <= 0:
                 log.warning("worker %s: other publisher is silent; taking over", self._worker_id)
                 self._changelog.take_over()
-                self._on_incarnation_due()
+                self._due.wake()
                 continue
             await self._wakeup.wait(max(0.1, left_s))
 

@@ -1,21 +1,17 @@
 """Begins a worker's incarnations when due, once the stream takes messages and a grant allows the snapshot."""
 
 import logging
-import random
 from collections.abc import Callable
 from functools import partial
 
 import anyio
-from nats.aio.client import Client
 
 from kvatlas.bus.control import UNGRANTED_SNAPSHOT_BYTES, GrantRequest
 from kvatlas.errors import InvalidValue
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import inject_headers, snapshot_span
-from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.heartbeat import time_us
-from kvatlas_publishers.stream.changelog import Changelog, IncarnationReason
+from kvatlas_publishers.parts import PublisherParts
+from kvatlas_publishers.stream.changelog import IncarnationReason
 from kvatlas_publishers.stream.grants import await_grant
 from kvatlas_publishers.stream.sender import Sender
 
@@ -25,31 +21,12 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class IncarnationStarter:
-    """`due`: woken when an incarnation is due, or a waiting one may continue."""
-
-    def __init__(
-        self,
-        client: Client,
-        worker_id: str,
-        partitions: int,
-        changelog: Changelog,
-        sender: Sender,
-        due: Wakeup,
-        counters: PublisherCounters,
-        errors: RateLimitedLog,
-        rng: random.Random,
-        on_begun: Callable[[], None],
-    ) -> None:
-        """`partitions`: number in the whole fleet."""
-        self._client = client
-        self._worker_id = worker_id
-        self._partitions = partitions
-        self._changelog = changelog
+    def __init__(self, parts: PublisherParts, sender: Sender, on_begun: Callable[[], None]) -> None:
+        self._parts = parts
+        self._worker_id = parts.worker_id
+        self._changelog = parts.changelog
         self._sender = sender
-        self._due = due
-        self._counters = counters
-        self._errors = errors
-        self._rng = rng
+        self._due = parts.due
         self._on_begun = on_begun
 
     async def run(self) -> None:
@@ -64,15 +41,15 @@ class IncarnationStarter:
                 try:
                     incarnation = changelog.next_incarnation(time_us())
                 except InvalidValue as error:
-                    self._errors.report("incarnation", str(error))
+                    self._parts.log.report("incarnation", str(error))
                     await anyio.sleep(RETRY_S)
                     continue
                 await await_grant(
-                    self._client,
-                    self._partitions,
+                    self._parts.client,
+                    self._parts.settings.partitions,
                     partial(self._grant_request, incarnation),
-                    self._counters,
-                    self._rng,
+                    self._parts.counters,
+                    self._parts.rng,
                     self._withdraw,
                 )
                 reason = changelog.incarnation_due

@@ -33,6 +33,7 @@ from kvatlas.telemetry import export_metrics
 from kvatlas_publishers.block_recorder import BlockRecorder
 from kvatlas_publishers.control_requests.control import ControlResponder
 from kvatlas_publishers.control_requests.hash_responder import EngineHashesResponder
+from kvatlas_publishers.control_requests.responder import Responder
 from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.duplicate_publisher import DuplicatePublisherWatch
@@ -43,6 +44,7 @@ from kvatlas_publishers.incarnation_starter import IncarnationStarter
 from kvatlas_publishers.ledger.connectors.connector_blocks import TICKS_TO_LIVE
 from kvatlas_publishers.ledger.engine_groups import ReuseOfGroups
 from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.parts import PublisherParts
 from kvatlas_publishers.self_report import SelfReport
 from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store.notifier import StoreNotifier
@@ -96,13 +98,11 @@ class Publisher(BlockRecorder):
         self.ledger = ledger or Ledger(settings.ledger)
         self._version_diagnosis = VersionDiagnosis(self.diagnoses)
         self._store_notifier: StoreNotifier | None = None
-        self._rng = rng or random.Random()
         self._nats = nats
         self._begin = begin
         self._has_replay = has_replay
         self._on_engine_change = on_engine_change
         self._on_start_over = on_start_over
-        self._incarnation_wakeup = Wakeup()
         self._heartbeat_wakeup = Wakeup()
         self._stack = AsyncExitStack()
         self._log = RateLimitedLog(log, f"worker {self.worker_id}: ")
@@ -111,6 +111,7 @@ class Publisher(BlockRecorder):
         except InvalidValue as error:
             log.warning("worker %s: saved incarnation ignored: %s", self.worker_id, error)
             saved_incarnation = 0
+        rng = rng or random.Random()
         self.changelog = Changelog(
             self.worker_id,
             self.ledger,
@@ -118,16 +119,11 @@ class Publisher(BlockRecorder):
             limits=settings.outbox,
             checkpoints=settings.checkpoints,
             saved_incarnation=saved_incarnation,
-            rng=self._rng,
+            rng=rng,
         )
-        self._fold_loop = FoldLoop(
-            self.worker_id,
-            self.changelog,
-            self.counters,
-            self._log,
-            on_published=lambda: self._sender.wake(),
-            on_incarnation_due=self._incarnation_wakeup.wake,
-        )
+        self._parts = PublisherParts(settings, self.changelog, self.counters, self.diagnoses, self._log, rng)
+        self._due = self._parts.due
+        self._fold_loop = FoldLoop(self._parts, on_published=lambda: self._sender.wake())
         poller = None
         if settings.engine_url:
             from kvatlas_publishers.engines.poller import EnginePoller  # needs httpx: 6 MiB
@@ -159,6 +155,7 @@ class Publisher(BlockRecorder):
                 stack.push_async_callback(_close, self._client)
             else:
                 self._client = self._nats
+            self._parts.client = self._client
             self.changelog.outbox.limit_message_bytes(self._client.max_payload - HEADERS_BYTES)
             self._sender = Sender(
                 self._client,
@@ -169,16 +166,7 @@ class Publisher(BlockRecorder):
                 on_progress=self._on_progress,
                 on_too_large=self._on_too_large,
             )
-            self._report = SelfReport(
-                self.settings,
-                self.changelog,
-                self.engine,
-                self.counters,
-                self.diagnoses,
-                self._sender,
-                self._client,
-                has_replay=self._has_replay,
-            )
+            self._report = SelfReport(self._parts, self.engine, self._sender, has_replay=self._has_replay)
             self._heartbeats = HeartbeatSender(
                 self._client,
                 lambda: self.settings.endpoint(
@@ -192,53 +180,19 @@ class Publisher(BlockRecorder):
                 fleet_id=self.settings.fleet_id,
             )
             if self.settings.shared_store is not None:
-                self._store_notifier = StoreNotifier(
-                    self._client, self.settings.shared_store, self.worker_id, self.counters, lambda: self.ledger
-                )
-            control = ControlResponder(
-                self._client,
-                self.worker_id,
-                self.changelog,
-                self.counters,
-                self._log,
-                status=self.status,
-                on_incarnation_due=self._incarnation_wakeup.wake,
-                checkpoint=self.checkpoint,
-                partitions=self.settings.partitions,
-                diagnoses=self.diagnoses,
-            )
-            hashes: EngineHashesResponder | None = None
+                self._store_notifier = StoreNotifier(self._parts, self.settings.shared_store)
+            answering: list[Responder | DuplicatePublisherWatch] = [
+                ControlResponder(self._parts, status=self.status, checkpoint=self.checkpoint),
+                DuplicatePublisherWatch(self._parts),
+            ]
             if self.settings.kv_connector is KvConnector.KVCR:
-                hashes = EngineHashesResponder(self._client, self.worker_id, self.changelog, self.counters, self._log)
-                await hashes.start()
-                stack.push_async_callback(hashes.stop)
-            duplicates = DuplicatePublisherWatch(
-                self._client,
-                self.worker_id,
-                self.changelog,
-                self.counters,
-                self._log,
-                on_incarnation_due=self._incarnation_wakeup.wake,
-                fleet_id=self.settings.fleet_id,
-            )
-            incarnations = IncarnationStarter(
-                self._client,
-                self.worker_id,
-                self.settings.partitions,
-                self.changelog,
-                self._sender,
-                self._incarnation_wakeup,
-                self.counters,
-                self._log,
-                self._rng,
-                on_begun=self._heartbeat_wakeup.wake,
-            )
+                answering.append(EngineHashesResponder(self._parts))
+            incarnations = IncarnationStarter(self._parts, self._sender, on_begun=self._heartbeat_wakeup.wake)
             await self._sender.start()
             stack.push_async_callback(self._sender.stop)
-            await control.start()
-            stack.push_async_callback(control.stop)
-            await duplicates.start()
-            stack.push_async_callback(duplicates.stop)
+            for one in answering:
+                await one.start()
+                stack.push_async_callback(one.stop)
             worker = {"worker": self.worker_id}
             stack.enter_context(export_metrics("publisher", self.counters, worker))
             stack.enter_context(export_metrics("messages_out", self.counters, worker))
@@ -253,10 +207,8 @@ class Publisher(BlockRecorder):
             tasks.start_soon(self._send_extra_heartbeats)
             tasks.start_soon(self._expire_stored)
             tasks.start_soon(self._judge_intake)
-            tasks.start_soon(control.run)
-            if hashes is not None:
-                tasks.start_soon(hashes.run)
-            tasks.start_soon(duplicates.run)
+            for one in answering:
+                tasks.start_soon(one.run)
             if self.engine.poller is not None:
                 tasks.start_soon(self.engine.poller.run)
             if self._store_notifier is not None:
@@ -320,12 +272,12 @@ class Publisher(BlockRecorder):
         self.changelog.start_over(time_us())
         self._on_start_over()
         self._sender.wake()
-        self._incarnation_wakeup.wake()
+        self._due.wake()
 
     def begin_publishing(self) -> None:
         """Begin the first incarnation with the ledger's blocks."""
         self.changelog.require_incarnation(IncarnationReason.START)
-        self._incarnation_wakeup.wake()
+        self._due.wake()
 
     async def flush(self) -> None:
         """Wait until the stream has acknowledged everything recorded before. If NATS is down, this waits until it is back."""
@@ -338,7 +290,7 @@ class Publisher(BlockRecorder):
         events = self.changelog.forget_adapter(adapter)
         self._notify_store()
         if self.changelog.incarnation_due is not None:
-            self._incarnation_wakeup.wake()
+            self._due.wake()
         elif self.changelog.publish(events, time_us(), monotonic()):
             self._sender.wake()
 
@@ -442,12 +394,12 @@ class Publisher(BlockRecorder):
     def _on_too_large(self, seq: int) -> bool:
         if not self.changelog.split_smaller(seq):
             return False
-        self._incarnation_wakeup.wake()
+        self._due.wake()
         return True
 
     def _on_progress(self) -> None:
         if self.changelog.incarnation_due is not None:
-            self._incarnation_wakeup.wake()
+            self._due.wake()
         self._fold_loop.on_progress()
 
 

@@ -3,21 +3,17 @@
 from dataclasses import asdict
 from typing import Any
 
-from nats.aio.client import Client
-
 from kvatlas.blocks.residency import TierBlocks
 from kvatlas.blocks.tiers import Tier
 from kvatlas.fleet.records import LEFT_OUT, MAX_DIAGNOSIS_TEXT, MAX_SERVED_NAMES, Diagnosis
 from kvatlas.identity import MAX_NAME_BYTES
 from kvatlas.redaction import redact_url
-from kvatlas_publishers.counters import PublisherCounters, PublisherGauges
-from kvatlas_publishers.diagnoses import Diagnoses
+from kvatlas_publishers.counters import PublisherGauges
 from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import DoctorFacts
 from kvatlas_publishers.intake.feed_coverage import Intake, Reason, Serving, Taken
 from kvatlas_publishers.intake.remedies import Circumstances, text_of
-from kvatlas_publishers.settings import PublisherSettings
-from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.parts import PublisherParts
 from kvatlas_publishers.stream.sender import Sender
 
 MAX_SAMPLE = 160
@@ -46,26 +42,15 @@ BLOCKED_S = 2.0
 class SelfReport:
     """Reads the parts of one publisher; changes only its diagnoses."""
 
-    def __init__(
-        self,
-        settings: PublisherSettings,
-        changelog: Changelog,
-        engine: EngineView,
-        counters: PublisherCounters,
-        diagnoses: Diagnoses,
-        sender: Sender,
-        client: Client,
-        *,
-        has_replay: bool = False,
-    ) -> None:
-        self._settings = settings
-        self._changelog = changelog
-        self._ledger = changelog.ledger
+    def __init__(self, parts: PublisherParts, engine: EngineView, sender: Sender, *, has_replay: bool = False) -> None:
+        self._settings = parts.settings
+        self._changelog = parts.changelog
+        self._ledger = parts.changelog.ledger
         self._engine = engine
-        self._counters = counters
-        self._diagnoses = diagnoses
+        self._counters = parts.counters
+        self._diagnoses = parts.diagnoses
         self._sender = sender
-        self._client = client
+        self._client = parts.client
         self._has_replay = has_replay
         self._intake = Intake()
 

@@ -22,12 +22,11 @@ from benchmarks.scaling.processor_time import Stretch
 from benchmarks.stream.synthetic_publisher import publisher_process, worker_names
 from benchmarks.timing import quantile, time_async_calls
 from kvatlas.embedded import nats_server, valkey_server
-from kvatlas.embedded.async_servers import EmbeddedCluster
-from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.store.connection import Store, connected_store
 from router_client import RouterClient, RouterSettings
+from tests.valkey_cluster import ClusterProcesses, EmbeddedCluster
 
 PRIMARIES = {1: 1, 2: 2, 3: 4}
 """Primaries with shards to shards: a divisor of 64."""

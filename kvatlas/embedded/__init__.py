@@ -11,18 +11,16 @@ Invariants:
 - The use of disk and memory is limited.
 """
 
-from kvatlas.embedded.async_servers import EmbeddedCluster, EmbeddedServer, nats_server, valkey_cluster, valkey_server
+from kvatlas.embedded.async_servers import EmbeddedServer, nats_server, valkey_server
 from kvatlas.embedded.child_process import child_command, spawn_child
 from kvatlas.embedded.server_process import EmbeddedServerError, ServerProcess
 
 __all__ = [
-    "EmbeddedCluster",
     "EmbeddedServer",
     "EmbeddedServerError",
     "ServerProcess",
     "child_command",
     "nats_server",
     "spawn_child",
-    "valkey_cluster",
     "valkey_server",
 ]

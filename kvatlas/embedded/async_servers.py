@@ -1,37 +1,28 @@
 """The embedded servers for asyncio: the same processes, without blocking the event loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import ParamSpec, Self
 
 import anyio
 from anyio.from_thread import check_cancelled
 from anyio.to_thread import run_sync
 
-from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.embedded.nats import NatsProcess
-from kvatlas.embedded.server_process import ServerProcess, StartedProcesses
+from kvatlas.embedded.server_process import ServerProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 
 P = ParamSpec("P")
 
 
-class _EmbeddedProcesses:
-    """Processes as an async context manager: started on entry, gone on exit, also on cancellation."""
+class EmbeddedServer:
+    """A server process as an async context manager: started on entry, gone on exit, also on cancellation.
 
-    def __init__(self, processes: StartedProcesses) -> None:
-        self._processes = processes
+    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
+    """
 
-    @property
-    def url(self) -> str:
-        """The address for clients; see StartedProcesses."""
-        return self._processes.url
-
-    async def start(self) -> None:
-        """Return when all processes answer."""
-        await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
+    def __init__(self, process: ServerProcess) -> None:
+        self.process = process
 
     async def __aenter__(self) -> Self:
         try:
@@ -46,18 +37,12 @@ class _EmbeddedProcesses:
 
     async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
-            await run_sync(self._processes.close)
+            await run_sync(self.process.close)
 
-
-class EmbeddedServer(_EmbeddedProcesses):
-    """A server process as an async context manager.
-
-    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
-    """
-
-    def __init__(self, process: ServerProcess) -> None:
-        super().__init__(process)
-        self.process = process
+    @property
+    def url(self) -> str:
+        """The address for clients."""
+        return self.process.url
 
     @property
     def port(self) -> int:
@@ -71,6 +56,9 @@ class EmbeddedServer(_EmbeddedProcesses):
     @property
     def is_running(self) -> bool:
         return self.process.is_running
+
+    async def start(self) -> None:
+        await run_sync(partial(self.process.start, while_waiting=check_cancelled))
 
     async def stop(self) -> None:
         await run_sync(self.process.stop)
@@ -88,14 +76,6 @@ class EmbeddedServer(_EmbeddedProcesses):
         self.process.resume()
 
 
-class EmbeddedCluster(_EmbeddedProcesses):
-    """A cluster as an async context manager; each of `nodes` can be killed and restarted."""
-
-    def __init__(self, processes: ClusterProcesses) -> None:
-        super().__init__(processes)
-        self.nodes = [EmbeddedServer(node) for node in processes.nodes]
-
-
 def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:
     """A constructor with the parameters of `process`, for asyncio."""
 
@@ -110,15 +90,3 @@ nats_server = _on_asyncio(NatsProcess)
 
 valkey_server = _on_asyncio(ValkeyProcess)
 """A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if its program is not found."""
-
-
-def valkey_cluster(
-    *,
-    primaries: int = 3,
-    replicas: int = 0,
-    binary: Path | None = None,
-    settings: Mapping[str, str] = MappingProxyType({}),
-) -> EmbeddedCluster:
-    """A cluster of Valkey servers, each primary with `replicas` replicas. Raises EmbeddedServerError if its program is not
-    found."""
-    return EmbeddedCluster(ClusterProcesses(primaries=primaries, replicas=replicas, binary=binary, settings=settings))

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-CLUSTER_BUS_OFFSET = 10_000
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 and up): otherwise a client's connection
 # could occupy a server's port while the server restarts. A cluster's bus port, 10,000 higher, stays below it too.
@@ -39,14 +38,14 @@ def is_free(port: int) -> bool:
         return True
 
 
-def free_port(*, with_bus: bool = False) -> int:
-    """A port that is free now (`with_bus`: its cluster bus port too), and that no other caller got recently.
+def free_port() -> int:
+    """A port that is free now, and that no other caller got recently.
 
     It stays reserved during this process's next 255 calls. A program that doesn't ask here may still take it first.
     """
     for _ in range(1_000):
         port = _random.choice(PORTS)
-        if is_free(port) and not (with_bus and not is_free(port + CLUSTER_BUS_OFFSET)) and _lease(port):
+        if is_free(port) and _lease(port):
             return port
     raise OSError(
         errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}: no free port of {PORTS.start} to {PORTS.stop - 1}"

@@ -32,36 +32,8 @@ def _do_nothing() -> None:
     """The default of `while_waiting`."""
 
 
-class StartedProcesses(ABC):
-    """A context manager of processes: started on entry, gone on exit, also if the start fails."""
-
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The address for clients, with credentials if the server has any; for a cluster, that of its first node."""
-
-    @abstractmethod
-    def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
-        """Return when all processes answer; call `while_waiting` now and then until then."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the processes and remove temporary data; does nothing for processes that were not started."""
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ServerProcess(StartedProcesses):
-    """A server program with its own loopback port and directory.
+class ServerProcess(ABC):
+    """A server program with its own loopback port and directory. As a context manager it is started on entry and gone on exit.
 
     `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
     removes; a given directory is kept. Not thread-safe.
@@ -84,7 +56,23 @@ class ServerProcess(StartedProcesses):
         self._paused = False
         self._has_answered = False
 
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # To be implemented for each kind of server.
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address for clients, with credentials if the server has any."""
 
     @abstractmethod
     def _command(self) -> list[str]:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from kvatlas.embedded.binaries import valkey_server_binary
-from kvatlas.embedded.free_port import LOOPBACK, free_port
+from kvatlas.embedded.free_port import LOOPBACK
 from kvatlas.embedded.server_process import ServerProcess
 
 _PROBE_TIMEOUT_S = 1.0
@@ -37,7 +37,6 @@ class ValkeyProcess(ServerProcess):
         binary: Path | None = None,
         password: str | None = None,
         appendonly: bool = False,
-        cluster: bool = False,
         max_memory_bytes: int = 0,
         settings: Mapping[str, str] = MappingProxyType({}),
         start_deadline_s: float = 30.0,
@@ -47,7 +46,6 @@ class ValkeyProcess(ServerProcess):
         super().__init__(chosen, port=port, data_dir=data_dir, start_deadline_s=start_deadline_s)
         self._password = password
         self._appendonly = appendonly
-        self._cluster = cluster
         self._max_memory_bytes = max_memory_bytes
         self._settings = settings
 
@@ -69,9 +67,6 @@ class ValkeyProcess(ServerProcess):
         with closing(client):
             return client.execute_command(*parts)
 
-    def _choose_port(self) -> int:
-        return free_port(with_bus=self._cluster)
-
     def _command(self) -> list[str]:
         directives = {
             "bind": LOOPBACK,
@@ -88,8 +83,6 @@ class ValkeyProcess(ServerProcess):
         }
         if self._password is not None:
             directives["requirepass"] = _quoted(self._password)
-        if self._cluster:
-            directives |= {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
         file = self.data_dir / "valkey.conf"
         file.touch(mode=0o600)  # it may hold a password, so the settings are not arguments
         file.write_text("".join(f"{key} {value}\n" for key, value in (directives | dict(self._settings)).items()))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from time import time_ns
 from typing import Any
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvatlas.blocks.digest import Digest, MarkDigest
@@ -13,14 +12,11 @@ from kvatlas.bus.control import ControlOp, ControlReply, ControlRequest, ScopeDi
 from kvatlas.bus.subjects import control_subject, partition_of
 from kvatlas.events import Marked
 from kvatlas.incarnation import check_incarnation
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_publishers.control_requests.named_blocks import blocks_named, engine_hashes_of, names_of
 from kvatlas_publishers.control_requests.responder import Responder
-from kvatlas_publishers.counters import PublisherCounters
-from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped
 from kvatlas_publishers.ledger.ledger import Ledger
-from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.parts import PublisherParts
 
 MAX_SCOPES = 1_000
 """A reply with more would not fit into a message of the bus."""
@@ -30,27 +26,16 @@ class ControlResponder(Responder):
     """Answers requests on the publisher's control subject."""
 
     def __init__(
-        self,
-        client: Client,
-        worker_id: str,
-        changelog: Changelog,
-        counters: PublisherCounters,
-        log: RateLimitedLog,
-        *,
-        status: Callable[[], dict[str, Any]],
-        on_incarnation_due: Callable[[], None],
-        checkpoint: Callable[[], None],
-        partitions: int,
-        diagnoses: Diagnoses,
+        self, parts: PublisherParts, *, status: Callable[[], dict[str, Any]], checkpoint: Callable[[], None]
     ) -> None:
         """`checkpoint` folds and publishes pending events, then a checkpoint."""
-        super().__init__(client, control_subject(worker_id), changelog, counters, log)
-        self._worker_id = worker_id
+        super().__init__(parts, control_subject(parts.worker_id))
+        self._changelog = parts.changelog
+        self._counters = parts.counters
+        self._worker_id = parts.worker_id
+        self._partitions = parts.settings.partitions
         self._status = status
-        self._on_incarnation_due = on_incarnation_due
         self._checkpoint = checkpoint
-        self._partitions = partitions
-        self._diagnoses = diagnoses
 
     def reply(self, msg: Msg) -> ControlReply:
         request = ControlRequest.unpack(msg.data)
@@ -85,7 +70,7 @@ class ControlResponder(Responder):
         if not self._changelog.request_snapshot(request.above, headers):
             self._counters.snapshot_requests_ignored += 1
             return self._make_reply(note=f"incarnation {self._changelog.outbox.incarnation} is above it already")
-        self._on_incarnation_due()
+        self._parts.due.wake()
         return self._make_reply()
 
     def _digest(self) -> ControlReply:
@@ -121,10 +106,10 @@ class ControlResponder(Responder):
         if not partitions or partition_of(self._worker_id, partitions) == partition_of(
             self._worker_id, self._partitions
         ):
-            self._diagnoses.clear("partitions")
+            self._parts.diagnoses.clear("partitions")
             return True
         seen = f"the indexers have {partitions} partitions, but --partitions is {self._partitions}"
-        self._diagnoses.set("partitions", f"{seen}: they refuse every message", f"set --partitions {partitions}")
+        self._parts.diagnoses.set("partitions", f"{seen}: they refuse every message", f"set --partitions {partitions}")
         return False
 
     def _make_reply(self, *, ok: bool = True, **fields: Any) -> ControlReply:

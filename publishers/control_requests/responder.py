@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError
 
@@ -10,22 +9,16 @@ from kvatlas.bus.connection import unsubscribe
 from kvatlas.bus.subjects import is_inbox
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.fleet.records import WireRecord
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
-from kvatlas_publishers.counters import PublisherCounters
-from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.parts import PublisherParts
 
 
 class Responder(ABC):
     """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded leaves the answers to the other."""
 
-    def __init__(
-        self, client: Client, subject: str, changelog: Changelog, counters: PublisherCounters, log: RateLimitedLog
-    ) -> None:
-        self._client = client
+    def __init__(self, parts: PublisherParts, subject: str) -> None:
+        self._parts = parts
+        self._client = parts.client
         self._subject = subject
-        self._changelog = changelog
-        self._counters = counters
-        self._log = log
 
     @abstractmethod
     def reply(self, msg: Msg) -> WireRecord:
@@ -42,7 +35,7 @@ class Responder(ABC):
     async def run(self) -> None:
         """Answer until cancelled; after `start`."""
         async for msg in self._subscription.messages:
-            if not self._changelog.yielded:
+            if not self._parts.changelog.yielded:
                 await self._answer(msg)
 
     async def stop(self) -> None:
@@ -66,5 +59,5 @@ class Responder(ABC):
                 return  # the publisher is being closed
 
     def _refuse(self, why: str) -> None:
-        self._counters.control_bad += 1
-        self._log.report(self._subject, f"request on {self._subject} refused: {why}")
+        self._parts.counters.control_bad += 1
+        self._parts.log.report(self._subject, f"request on {self._subject} refused: {why}")

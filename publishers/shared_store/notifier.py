@@ -1,17 +1,15 @@
 """Sends an engine publisher's notices about a shared store to the store's publisher (thin; core NATS)."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import shared_store_subject
 from kvatlas.runtime.wakeup import Wakeup
-from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreChange, StoreCleared, encode
-from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.parts import PublisherParts
 
 EVERY_S = 5.0
 """Interval of notices without changes. They show a store's publisher that has just started whether the writer uses keys."""
@@ -23,19 +21,17 @@ MOST_WAITING = 1_024
 class StoreNotifier:
     """Notifies one store for one worker. Call `collect` after each fold, and `run` until cancelled."""
 
-    def __init__(
-        self, client: Client, store_id: str, worker_id: str, counters: PublisherCounters, ledger: Callable[[], Ledger]
-    ) -> None:
-        self._client = client
-        self._subject = shared_store_subject(store_id, worker_id)
-        self._counters = counters
-        self._ledger = ledger
+    def __init__(self, parts: PublisherParts, store_id: str) -> None:
+        self._client = parts.client
+        self._subject = shared_store_subject(store_id, parts.worker_id)
+        self._counters = parts.counters
+        self._ledger = parts.changelog.ledger
         self._wakeup = Wakeup()
         self._waiting: deque[bytes] = deque()
 
     def collect(self) -> None:
         """Take the ledger's changes of the store."""
-        writes = self._ledger().store_writes
+        writes = self._ledger.store_writes
         changes = writes.take() if writes is not None else []
         if not changes or not self._encode(changes):  # without a size, no block is known yet
             return
@@ -61,7 +57,7 @@ class StoreNotifier:
 
     def _encode(self, changes: Sequence[StoreChange]) -> bool:
         """Add the notices of these changes to those that wait. False if the engine's block size is not known yet."""
-        ledger = self._ledger()
+        ledger = self._ledger
         if ledger.block_size is None:
             return False
         block_bytes = ledger.sizes.bytes_in(Tier.OBJECT_STORE)

@@ -9,12 +9,10 @@ import anyio
 
 from kvatlas.errors import DATA_ERRORS
 from kvatlas.events import IndexEvent
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.runtime.wakeup import Wakeup
 from kvatlas.telemetry import flush_span, inject_headers
-from kvatlas_publishers.counters import PublisherCounters
 from kvatlas_publishers.engine_events import EngineBatch
-from kvatlas_publishers.stream.changelog import Changelog
+from kvatlas_publishers.parts import PublisherParts
 from kvatlas_publishers.stream.message_split import block_count
 
 LINGER_S = 0.005
@@ -25,23 +23,11 @@ LINGER_EVENTS = 2048
 class FoldLoop:
     """Call `record` for each batch, `run` until cancelled, and `on_progress` when the stream has acknowledged messages."""
 
-    def __init__(
-        self,
-        worker_id: str,
-        changelog: Changelog,
-        counters: PublisherCounters,
-        log: RateLimitedLog,
-        *,
-        on_published: Callable[[], None],
-        on_incarnation_due: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: PublisherParts, on_published: Callable[[], None]) -> None:
         """`on_published`: the outbox has new messages."""
-        self._worker_id = worker_id
-        self._changelog = changelog
-        self._counters = counters
-        self._log = log
+        self._parts = parts
+        self._changelog = parts.changelog
         self._on_published = on_published
-        self._on_incarnation_due = on_incarnation_due
         self._wakeup = Wakeup()
         self._progress = anyio.Event()
         self._first_pending_s = 0.0
@@ -79,18 +65,18 @@ class FoldLoop:
         try:
             return self._changelog.fold()
         except DATA_ERRORS as error:
-            self._counters.folds_failed += 1
+            self._parts.counters.folds_failed += 1
             line = f"{pending} engine events could not be applied ({type(error).__name__} {error}); dropping all known blocks"
-            self._log.report("fold", line, logging.ERROR)
+            self._parts.log.report("fold", line, logging.ERROR)
             return None
 
     def publish(self, events: list[IndexEvent]) -> None:
         """Publish the change of the last `fold`, in one span."""
         if self._changelog.incarnation_due is not None:
-            self._on_incarnation_due()
+            self._parts.due.wake()
         if events:
             with flush_span(
-                self._worker_id,
+                self._parts.worker_id,
                 incarnation=self._changelog.outbox.incarnation,
                 messages=1,
                 events=len(events),
@@ -100,7 +86,7 @@ class FoldLoop:
                 if self._changelog.publish(events, time_ns() // 1_000, monotonic(), inject_headers()):
                     self._on_published()
                 elif self._changelog.incarnation_due is not None:
-                    self._on_incarnation_due()
+                    self._parts.due.wake()
         elif self._folded_events:
             self._signal_progress()  # nothing to publish, so a waiting flush is done
 

@@ -179,7 +179,7 @@ class _Stream:
 
     async def _pick(self, ask: AskDestination, head: RequestHead, *, may_change: bool) -> PickedRequest | Refusal:
         if ask.too_long:
-            self._counters.refused += 1
+            self._counters.invalid += 1
             most = self._settings.most_body_bytes
             return Refusal(
                 ErrorKind.TOO_LONG, f"the body has more than {most} bytes, the limit of --max-body-mib", None

@@ -5,7 +5,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -19,13 +18,10 @@ from kvatlas.errors import KvatlasError
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.settings import CommaList, ProcessSettings
 from kvatlas.store.connection import Store, connected_store
-from kvatlas.telemetry import requested_exporters
 from kvatlas.validation import Count, Positive
 from kvatlas_simulator.demo.load_generator import Outcome, send_workload
 from kvatlas_simulator.demo.processes import FleetSettings, RunningFleet, running_fleet, wait_until_routable
 from kvatlas_simulator.demo.report import Phase, build_table
-from kvatlas_simulator.demo.request_path import draw_path, environment
-from kvatlas_simulator.demo.trace_receiver import running_receiver
 from kvatlas_simulator.hybrid_cache.groups import parse_groups
 from kvatlas_simulator.workload import Workload, WorkloadSettings, chat_settings, generate_workload
 
@@ -103,10 +99,7 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         settings.routers,
         sidecar_flags=["--chunk-size", chunks[0]] if chunks else [],
     )
-    exported = requested_exporters().get("traces")
-    with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder, running_receiver() as traces:
-        if not exported:
-            fleet_settings = replace(fleet_settings, environment=environment(traces.url))
+    with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as folder:
         async with running_fleet(fleet_settings, Path(folder)) as fleet, open_probe(fleet) as probe:
             await wait_until_routable(probe.store, len(fleet.engines), SETTLE_S)
             console.print(
@@ -118,10 +111,6 @@ async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
         print(json.dumps([phase.to_jsonable() for phase in phases], indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 100).print(build_table(phases))
-    if exported:
-        console.print(f"traces: exported by {', '.join(exported)}, according to the OTEL_ variables")
-    elif (path := draw_path(traces.spans())) is not None:
-        console.print(path)
 
 
 async def run_phases(

@@ -1,12 +1,11 @@
 """The demo's fleet: every part is its own process, as in production; all of them end with the demo."""
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -28,7 +27,7 @@ _POLL_S = 0.05
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """`engine_flags`: flags of every simulated engine; `flags_of_each`: additional ones for each; `sidecar_flags`: flags of
-    every publisher; `routers`: the flags of each router, by name; `environment`: extra variables for every part."""
+    every publisher; `routers`: the flags of each router, by name."""
 
     model: str
     engines: int
@@ -37,7 +36,6 @@ class FleetSettings:
     routers: Mapping[str, Sequence[str]]
     flags_of_each: Sequence[Sequence[str]] = ()
     sidecar_flags: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +60,13 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
         valkey = await stack.enter_async_context(valkey_server())
         bus = ["--nats-url", nats.url, "--log-level", "warning"]
         servers = [*bus, "--redis-url", valkey.url]
-        environment = {**os.environ, **settings.environment}
         parts: list[_Part] = []
         status_urls, engines, routers = [], {}, {}
         for i in range(settings.indexers):
             port = free_port()
             status_urls.append(f"http://{LOOPBACK}:{port}")
             args = ["indexer", *servers, "--member-id", f"indexer-{i}", "--status-port", str(port)]
-            parts.append(_Part(f"indexer-{i}", args, f"{status_urls[-1]}/readyz", folder, environment))
+            parts.append(_Part(f"indexer-{i}", args, f"{status_urls[-1]}/readyz", folder))
         for i in range(settings.engines):
             worker_id = f"engine-{i}"
             http, events, replay = free_port(), free_port(), free_port()
@@ -78,16 +75,16 @@ async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[
             args = ["simulate-engine", "--model", settings.model, "--port", str(http), *settings.engine_flags]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1]]
             args += settings.flags_of_each[i] if settings.flags_of_each else ()
-            parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder, environment))
+            parts.append(_Part(worker_id, args, f"{engines[worker_id]}/health", folder))
             args = ["publish", *bus, "--engine", "vllm", "--worker-id", worker_id, "--model-id", settings.model]
             args += ["--endpoint", sockets[0], "--replay-endpoint", sockets[1], "--engine-url", engines[worker_id]]
             args += settings.sidecar_flags
-            parts.append(_Part(f"{worker_id}-sidecar", args, None, folder, environment))
+            parts.append(_Part(f"{worker_id}-sidecar", args, None, folder))
         for name, flags in settings.routers.items():
             port = free_port()
             routers[name] = f"http://{LOOPBACK}:{port}"
             args = ["router", *servers, "--port", str(port), "--drain-s", "0", *flags]
-            parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder, environment))
+            parts.append(_Part(f"router-{name}", args, f"{routers[name]}/health", folder))
         for part in parts:
             await stack.enter_async_context(part.running())
         async with httpx.AsyncClient() as client:
@@ -108,11 +105,8 @@ async def wait_until_routable(store: Store, workers: int, within_s: float) -> No
 class _Part:
     """One `kvatlas` command as a child process that writes its output to a log file."""
 
-    def __init__(
-        self, name: str, args: Sequence[str], probe_url: str | None, folder: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, args: Sequence[str], probe_url: str | None, folder: Path) -> None:
         self._name = name
-        self._environment = environment
         self._args = args
         self._probe_url = probe_url
         self._log = folder / f"{name}.log"
@@ -129,7 +123,6 @@ class _Part:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=self._environment,
             )
         try:
             yield

@@ -15,12 +15,12 @@ import yaml
 
 from k8s.dashboards.dashboards import DASHBOARDS
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from kvatlas_simulator.demo.trace_receiver import TraceReceiver, running_receiver
 from tests.deployment.test_alerts import FILE, RULES, SERIES, selectors_in
 from tests.end_to_end.processes import service
 from tests.end_to_end.prometheus import Prometheus
 from tests.eventually import until
 from tests.http_client import http_client
+from tests.trace_receiver import TraceReceiver, running_receiver
 
 pytestmark = [
     pytest.mark.anyio,

@@ -6,10 +6,10 @@ import anyio
 import pytest
 
 from kvatlas.embedded.free_port import LOOPBACK, free_port
-from kvatlas_simulator.demo.trace_receiver import ReceivedSpan, TraceReceiver, running_receiver
 from tests.end_to_end.processes import service
 from tests.eventually import until
 from tests.http_client import http_client
+from tests.trace_receiver import ReceivedSpan, TraceReceiver, running_receiver
 
 pytestmark = pytest.mark.anyio
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.embedded import ServerProcess
-from kvatlas_simulator.demo.trace_receiver import running_receiver
 from tests.eventually import until_sync
 from tests.kvatlas_cli.conftest import TOKENS, UNUSED_ADDRESS, start_command
+from tests.trace_receiver import running_receiver
 
 
 @pytest.fixture

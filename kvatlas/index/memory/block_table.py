@@ -37,7 +37,7 @@ from kvatlas.index.run_guesses import RunGuesses
 @dataclass(slots=True)
 class Holder:
     """One incarnation's blocks. `touched`: the scopes that it used, and the sizes of its blocks there. `blocks_in` counts
-    blocks by scope and tier. `moments`: block-seconds by which it held less than now, since it became active."""
+    blocks by scope and tier. `moments`: block-seconds to subtract from its current blocks x the time since it became active."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
@@ -331,26 +331,6 @@ class BlockTable:
                 yield holder, flags
 
     # ------------------------------------------------------------ recounts
-
-    def recount(self) -> tuple[dict[int, HolderCount], int]:
-        """The content of every active holder, counted from the blocks, and the number of removed entries with unknown holder
-        numbers.
-
-        A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
-        """
-        counted = {holder: HolderCount() for holder in self.active}
-        strays = 0
-        for scope_id, blocks in self.blocks.items():
-            for key, value in list(blocks.items()):
-                for number, flags in entries_of(value):
-                    holder = int.from_bytes(number, "big")
-                    if holder in counted:
-                        self.holders[holder].touched.setdefault(scope_id, BlockSizes())
-                        counted[holder].add(scope_id, key, flags)
-                    elif holder not in self.holders:
-                        strays += 1
-                        self._replace(scope_id, key, without_holder(blocks[key], number))
-        return counted, strays
 
     def is_sound(self, holder: int, count: HolderCount) -> bool:
         """True if every entry has at least one tier and no other flags, and the marks match their digest."""

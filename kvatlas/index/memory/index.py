@@ -1,8 +1,9 @@
 """The residency index in process memory: the reference model, and the index of routers that share none."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import monotonic
 
+from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import (
@@ -32,7 +33,6 @@ from kvatlas.index.protocol import (
     ApplyResult,
     RecountResult,
     Room,
-    ScrubResult,
     WorkerRecord,
 )
 from kvatlas.index.usage import ResidentUse, sum_use
@@ -103,9 +103,6 @@ class MemoryIndex(DirectWrites):
 
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
-
-    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
-        return self._shards[shard].scrub(partitions)
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         found = []
@@ -248,7 +245,7 @@ def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]
             int.from_bytes(key, "little"),
             table.active[holder],
             tier,
-            table.holders[holder].touched[scope.scope_id].bytes_in(tier),
+            table.holders[holder].touched.get(scope.scope_id, BlockSizes()).bytes_in(tier),
             pinned=table.pins.has(holder, scope.scope_id, key, tier),
             resumable=table.marks.is_marked(number_bytes(holder), scope.scope_id, key),
         )

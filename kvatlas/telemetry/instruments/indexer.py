@@ -30,10 +30,8 @@ PARTITION_MOVES = counter("indexer.partitions", "{partition}", "Partitions taken
 CLEANUPS = counter(
     "indexer.cleanups",
     "{cleanup}",
-    "Sweeps of retired holders, scrubs of a shard, scopes forgotten because they are unused, and entries without a holder "
-    "removed from blocks, by kind",
+    "Sweeps of retired holders, and scopes forgotten because they are unused, by kind",
 )
-SCRUBBED = counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by finding")
 
 INDEXER = {
     **by(PARTITION_READS, "change", readings_started="started", readings_broken="broken", new_streams="new_stream"),
@@ -73,6 +71,7 @@ INDEXER = {
         snapshots_asked="asked",
         snapshots_unanswered="unanswered",
         snapshots_refused="refused",
+        refreshes="refresh",
     ),
     **by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad", grants_excess="excess"),
     **by(
@@ -98,11 +97,8 @@ INDEXER = {
         CLEANUPS,
         "kind",
         sweeps="sweep",
-        scrubs="scrub",
         scopes_forgotten="scope_forgotten",
-        scrub_strays="stray_removed",
     ),
-    **by(SCRUBBED, "found", scrub_damaged="damage", scrub_given_up="no_rest"),
 }
 
 # ---------------------------------------------------------------- replica: kvatlas_indexer.gauges.ReplicaGauges

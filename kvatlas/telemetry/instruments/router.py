@@ -10,7 +10,7 @@ STEP_TIME = histogram("router.decision.step.duration", "s", "Calls to the store 
 PREDICTION_ERROR = histogram(
     "router.prediction.error",
     "{token}",
-    "By how many tokens an engine's cached prompt tokens differ from the prediction, by direction; equal ones are not in it",
+    "Difference between an engine's cached prompt tokens and the prediction, by direction; only answers that differ",
 )
 ANSWERED_TOKENS = counter(
     "router.prompt.tokens", "{token}", "Prompt tokens of answers whose engines report how many of them were cached"
@@ -104,7 +104,7 @@ COPY_MESSAGES = counter(
 COPY_CURRENT = gauge(
     "index_replica.current", "{copy}", "1 while the replica of the index answers, 0 while the store does"
 )
-COPY_STALENESS = gauge("index_replica.staleness", "s", "The most that the replica may be behind the stream")
+COPY_STALENESS = gauge("index_replica.staleness", "s", "Longest time that the replica may be behind the stream")
 COPY_MEMORY = gauge("index_replica.memory", "By", "Memory of the replica, as estimated")
 
 INDEX_REPLICA = {

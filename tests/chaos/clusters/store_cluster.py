@@ -12,12 +12,12 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from benchmarks.store_calls import SLOW_LOG
-from kvatlas.embedded import EmbeddedServer, valkey_cluster, valkey_server
-from kvatlas.embedded.cluster import SLOTS
+from kvatlas.embedded import EmbeddedServer
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.index.redis.keys import ShardKeys
 from tests.chaos.proxy import LOOPBACK, TcpProxy
 from tests.eventually import until
+from tests.valkey_cluster import SLOTS, ClusterNode, ClusterProcesses, EmbeddedCluster
 
 PRIMARIES = 3
 SETTINGS = {"cluster-require-full-coverage": "no", "repl-diskless-sync-delay": "0", **SLOW_LOG}
@@ -116,7 +116,7 @@ class StoreCluster:
 
     async def add_primary(self) -> EmbeddedServer:
         """One more server, without slots."""
-        node = await self.stack.enter_async_context(valkey_server(cluster=True, settings=self.settings))
+        node = await self.stack.enter_async_context(EmbeddedServer(ClusterNode(settings=self.settings)))
         await self._put_line_before(node)
         await self.command(node, "CLUSTER MEET", LOOPBACK, self.nodes[0].port, self.nodes[0].port + BUS_OFFSET)
         self.nodes.append(node)
@@ -196,7 +196,9 @@ class StoreCluster:
 async def store_cluster() -> AsyncIterator[StoreCluster]:
     """Three primaries with a replica each; nothing is kept on disk, as in production."""
     async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(valkey_cluster(primaries=PRIMARIES, replicas=1, settings=SETTINGS))
+        servers = await stack.enter_async_context(
+            EmbeddedCluster(ClusterProcesses(primaries=PRIMARIES, replicas=1, settings=SETTINGS))
+        )
         cluster = StoreCluster(list(servers.nodes), [], stack)
         for node in servers.nodes:
             await cluster._put_line_before(node)

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.sqlite.index import open_sqlite_index
 from kvatlas.store.connection import connected_store
+from tests.valkey_cluster import ClusterProcesses
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Changes an index's blocks without its knowledge."""
 
+from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, shard_of
@@ -9,6 +10,18 @@ from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import StoredRecord
+
+
+async def damaged(index: ResidencyIndex, *worker_ids: str) -> list[str]:
+    """The workers whose blocks or marks differ from their digests."""
+    wrong = []
+    for one in await index.recount(worker_ids):
+        words = Digest().words
+        for scope_words in one.scopes.values():
+            words = [(a + b) % (1 << 32) for a, b in zip(words, scope_words, strict=True)]
+        if not one.sound or [*words, *one.marks] != list(await index.digest(one.worker_id) or ()):
+            wrong.append(one.worker_id)
+    return wrong
 
 
 class Damage:

@@ -14,7 +14,7 @@ from kvatlas.index.mark_lookup import HEAD_SUFFIX, SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
-from tests.kvatlas.index.damage import Damage
+from tests.kvatlas.index.damage import Damage, damaged
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
 
 pytestmark = pytest.mark.anyio
@@ -180,8 +180,7 @@ async def change_mark(index: ResidencyIndex, field: bytes, value: bytes) -> None
 async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: ResidencyIndex, what: str) -> None:
     source = hybrid("w")
     await apply_messages(index, source.begin(1), source.store(SCOPE, TRUNK), source.mark(SCOPE, [block(9)]))
-    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
-    assert [one for result in found for one in result.damaged] == []
+    assert await damaged(index, "w") == []
     number = await Damage(index, "w").number()
     field, value = {
         "a mark is added": (block(20), number),
@@ -190,8 +189,7 @@ async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: Residen
         "a head has other bits": (block(0) + HEAD_SUFFIX, number + bytes(7) + b"\x01"),
     }[what]
     await change_mark(index, field, value)
-    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
-    assert [one for result in found for one in result.damaged] == ["w"]
+    assert await damaged(index, "w") == ["w"]
     [counted] = await index.recount(["w"])
     assert not counted.sound
     await apply_messages(index, source.begin(2))
@@ -200,8 +198,7 @@ async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: Residen
             pass
     if what == "a mark is added":  # the sweep took it with the old holder's others
         assert await reach(index) == {"w": 10}
-    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
-    assert [one for result in found for one in result.damaged] == []
+    assert await damaged(index, "w") == []
 
 
 @pytest.mark.parametrize("index", ["valkey"], indirect=True)

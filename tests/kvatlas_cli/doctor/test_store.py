@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvatlas.embedded import valkey_server
-from kvatlas.embedded.cluster import ClusterProcesses
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.keys import LAYOUT
 from kvatlas.index.redis.layout import make_layout
@@ -14,6 +13,7 @@ from kvatlas.store.connection import open_store
 from kvatlas_cli.doctor import Level, examine
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import Installation
+from tests.valkey_cluster import ClusterProcesses
 
 pytestmark = pytest.mark.anyio
 

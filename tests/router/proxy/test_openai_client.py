@@ -212,7 +212,7 @@ PARTS = {
     "/v1/responses": b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "item_id": "m1",'
     b' "output_index": 0, "content_index": 0, "delta": "a", "sequence_number": 1, "logprobs": []}\n\n',
 }
-ENDS = {
+ENDS: dict[str, list[bytes | None]] = {
     "ends cleanly": [],
     "is lost": [None],
     "is lost in an event": [b'data: {"choi', None],
@@ -229,7 +229,8 @@ async def test_no_unfinished_stream_is_a_whole_answer_for_the_official_client(
     async def answer(request: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
             path = request.url.path
-            for part in [CREATED] * (path == "/v1/responses") + [PARTS[path], *ENDS[end]]:
+            before: list[bytes | None] = [CREATED, PARTS[path]] if path == "/v1/responses" else [PARTS[path]]
+            for part in before + ENDS[end]:
                 if part is None:
                     raise ConnectionAbortedError("the engine is lost")
                 yield part

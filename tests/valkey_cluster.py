@@ -1,21 +1,41 @@
-"""An embedded Valkey (or Redis) cluster: primaries and their replicas."""
+"""A Valkey (or Redis) cluster on loopback: primaries and their replicas."""
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
+import anyio
+from anyio.from_thread import check_cancelled
+from anyio.to_thread import run_sync
 from redis.exceptions import RedisError
 
-from kvatlas.embedded.free_port import LOOPBACK
-from kvatlas.embedded.server_process import EmbeddedServerError, StartedProcesses
+from kvatlas.embedded import EmbeddedServer, EmbeddedServerError
+from kvatlas.embedded.free_port import LOOPBACK, free_port, is_free
 from kvatlas.embedded.valkey import ValkeyProcess
 
+BUS_OFFSET = 10_000
+"""A node's port for other nodes lies this far above the one for clients."""
 SLOTS = 16_384
 _PROBE_INTERVAL_S = 0.01
 
 
-class ClusterProcesses(StartedProcesses):
+class ClusterNode(ValkeyProcess):
+    """A server that can join a cluster; for parameters see ValkeyProcess."""
+
+    def __init__(self, *, binary: Path | None = None, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        clustered = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
+        super().__init__(binary=binary, settings=clustered | dict(settings))
+
+    def _choose_port(self) -> int:
+        while not is_free((port := free_port()) + BUS_OFFSET):
+            pass
+        return port
+
+
+class ClusterProcesses:
     """`primaries` servers that share the slots of a cluster evenly, each with `replicas` replicas. In `nodes` the replicas
     follow, in the order of their primaries. Blocking; for parameters see ValkeyProcess."""
 
@@ -28,16 +48,25 @@ class ClusterProcesses(StartedProcesses):
         settings: Mapping[str, str] = MappingProxyType({}),
         start_deadline_s: float = 20.0,
     ) -> None:
-        if primaries < 3:
-            raise EmbeddedServerError(f"a cluster needs at least 3 primaries to agree on a failure, not {primaries}")
         self._start_deadline_s = start_deadline_s
         self._primaries = primaries
         nodes = primaries * (1 + replicas)
-        self.nodes = [ValkeyProcess(binary=binary, cluster=True, settings=settings) for _ in range(nodes)]
+        self.nodes: list[ValkeyProcess] = [ClusterNode(binary=binary, settings=settings) for _ in range(nodes)]
 
     @property
     def url(self) -> str:
         return f"redis+cluster://{LOOPBACK}:{self.nodes[0].port}"
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def start(self, *, while_waiting: Callable[[], object] = lambda: None) -> None:
         """Start the nodes, assign the slots, and wait until every node sees the whole cluster. See ServerProcess.start.
@@ -90,3 +119,25 @@ class ClusterProcesses(StartedProcesses):
         except RedisError:
             return False
         return len(shards) == self._primaries and info.get("master_link_status", "up") == "up"
+
+
+class EmbeddedCluster:
+    """The same as an async context manager; each of `nodes` can be killed and restarted."""
+
+    def __init__(self, processes: ClusterProcesses) -> None:
+        self._processes = processes
+        self.url = ""
+        self.nodes = [EmbeddedServer(node) for node in processes.nodes]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await run_sync(partial(self._processes.start, while_waiting=check_cancelled))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self.url = self._processes.url
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await run_sync(self._processes.close)

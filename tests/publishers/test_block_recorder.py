@@ -2,7 +2,7 @@ import pytest
 
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain
 from kvatlas.errors import InvalidValue
-from kvatlas_publishers.block_names import NAMESPACE_BYTES, block_names
+from kvatlas_publishers.block_recorder import NAMESPACE_BYTES, block_names
 
 TOKENS = list(range(64))
 

@@ -1,4 +1,4 @@
-"""A receiver of traces over OTLP/HTTP, like a collector, in memory and on loopback, for the demo and for tests."""
+"""A receiver of traces over OTLP/HTTP, like a collector, in memory and on loopback."""
 
 import threading
 from collections.abc import Iterator
