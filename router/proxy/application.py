@@ -159,14 +159,16 @@ class ProxyApplication:
 
     async def _models(self, request: Request) -> Response:
         caller = caller_of(request.scope)
-        cards = [card for card in await self._parts.catalogue.cards() if caller.may_use(card["id"])]
+        listed = await self._parts.catalogue.cards(seen_by=caller.tenant_id)
+        cards = [card for card in listed if caller.may_use(card["id"])]
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             return RedirectResponse(request.url.path.rstrip("/"))  # as for every other path with a trailing slash
-        card = await self._parts.catalogue.card(name) if caller_of(request.scope).may_use(name) else None
+        caller = caller_of(request.scope)
+        card = await self._parts.catalogue.card(name, seen_by=caller.tenant_id) if caller.may_use(name) else None
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
         return JSONResponse(card)
