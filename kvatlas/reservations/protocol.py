@@ -14,13 +14,13 @@ by load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from kvatlas.blocks.hashing import HASH_BYTES, thin
 from kvatlas.cost.protocol import Load, Prices
 from kvatlas.cost.regression import Evidence
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of

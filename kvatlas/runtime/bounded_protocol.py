@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from kvatlas.runtime.chunked_body import ChunkedBody
 from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_guard import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
+from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0
@@ -78,6 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_parser = self.parser
         self._stops_at: float | None = None
         self._refused = False
+        self._on_leave: Callable[[], None] | None = None
+        """See `ON_LEAVE`."""
         self._in_head = True
         """No request has begun, or its headers are not complete."""
         self._has_begun = False
@@ -230,11 +232,25 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope[ON_LEAVE] = self._call_on_leave  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = WithoutChunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
+    def _call_on_leave(self, leave: Callable[[], None]) -> None:
+        if self.cycle.disconnected:
+            leave()
+        else:
+            self._on_leave = leave
+
+    def _leave(self) -> None:
+        """Let the application know that the client has left, or is refused."""
+        leave, self._on_leave = self._on_leave, None
+        if leave is not None:
+            leave()
+
     def on_response_complete(self) -> None:
+        self._on_leave = None
         super().on_response_complete()
         self._read()
         if self.timeout_keep_alive_task is not None:
@@ -246,6 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
         del self._head_parser  # it refers to this object
         self._shares.close(self)
         self._cancel_deadline()
+        self._leave()
 
     def shutdown(self) -> None:
         """Stop the server without waiting for an unfinished body."""
@@ -340,6 +357,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._leave()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self._answer(status, line)
             if self.transport.can_write_eof():

@@ -20,6 +20,9 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"
 """Key in a request's scope: the names in its client's certificate, a frozenset."""
+ON_LEAVE = "kvatlas.on_leave"
+"""Key in a request's scope: takes a function, which is called if the client leaves before the answer's end. It costs less than
+a task that waits for the disconnect."""
 TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
 """Error codes as in OpenAI's API."""
@@ -71,9 +74,12 @@ class HttpBorder:
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        head_bytes = len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"])
-        hosts = sum(name == b"host" for name, _ in scope["headers"])
+        headers: dict[bytes, bytes] = {}
+        head_bytes, hosts = len(scope["raw_path"]), 0
+        for name, value in scope["headers"]:
+            headers[name] = value
+            head_bytes += len(name) + len(value)
+            hosts += name == b"host"
         if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
             self._counters.framing += 1
             line = f"the request has {hosts} Host headers; expected one"

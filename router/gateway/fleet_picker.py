@@ -350,7 +350,7 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        read = self._parts.reader.with_session(read, head.first)
+        read = self._parts.reader.with_session(read, head.headers)
         # the body goes to the decode worker: only a header can tell its sidecar what the prefill worker should fetch
         if self._settings.kv_source_header or not self._settings.prefill_header:
             read = let_fetch(read, call.text)

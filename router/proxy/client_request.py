@@ -3,14 +3,14 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from urllib.parse import unquote
 
 from opentelemetry.trace import INVALID_SPAN, Span
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Send
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
@@ -59,7 +59,8 @@ class ClientRequest:
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
     `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
-    that it names or makes. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
+    that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
+    had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
     header. `failure`: why the router could not answer. `wait`: its wait in the pool's queue, if any.
     """
 
@@ -68,7 +69,7 @@ class ClientRequest:
     letters: int
     for_engine: EngineRequest
     headers: RawHeaders
-    receive: Receive
+    on_leave: Callable[[Callable[[], None]], None]
     to_client: Send
     began_ns: int = field(default_factory=time.perf_counter_ns)
     status: int | None = None
@@ -80,6 +81,7 @@ class ClientRequest:
     in_event: bool = False
     begun_with: tuple[bytes, bytes] | None = None
     complete: bool = False
+    gone: bool = False
     decision: str = ""
     priority: int | None = None
     prompt_tokens: int = 0
@@ -102,11 +104,6 @@ class ClientRequest:
     @property
     def id(self) -> str | None:
         return self.header(b"x-request-id")
-
-    async def wait_until_gone(self) -> None:
-        """Wait until the client disconnects, or has its whole answer."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""
@@ -188,7 +185,7 @@ class ClientRequest:
         hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
 
-    def log(self, *, gone: bool) -> None:
+    def log(self) -> None:
         """`POST /v1/completions 200, first byte 12.3 ms, 250.1 ms, 4096 bytes; model m; "w1";cached=512;...`"""
         if not _access_log.isEnabledFor(logging.INFO):
             return
@@ -197,7 +194,7 @@ class ClientRequest:
             "%s %s %s, %s, %.1f ms, %d bytes; model %s; %s",
             self.for_engine.method[:20],
             self.for_engine.path[:200],
-            "client gone" if gone else self.status,
+            "client gone" if self.gone else self.status,
             "no answer"
             if self.first_byte_ns is None
             else f"first byte {(self.first_byte_ns - self.began_ns) / 1e6:.1f} ms",

@@ -1,10 +1,11 @@
 """Reads what a router needs to find a worker for a request: the model that it names, and its prompt's approximate length."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
 from kvatlas_router.proxy.json_body import read_object
