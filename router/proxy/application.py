@@ -54,6 +54,8 @@ from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
 
 _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
+_METHODS = frozenset({"DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"})
+"""Passed on to engines. OPTIONS is not: browsers send no key with it, so it proves nothing."""
 
 
 class Connections(Protocol):
@@ -231,6 +233,10 @@ class _ForEngines:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, query = scope["path"], scope["query_string"]
+        if path not in INFERENCE and scope["method"] not in _METHODS:
+            line = f"{scope['method'][:20]} {path[:200]}: this method is not passed on to engines"
+            await send_error(send, path, ErrorKind.METHOD, line)
+            return
         if path not in INFERENCE and (path.endswith("/") or is_ambiguous(path)):
             line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
             await send_error(send, path, ErrorKind.NO_PATH, line)

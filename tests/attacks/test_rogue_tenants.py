@@ -89,6 +89,9 @@ async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
                 assert answer.status_code == 401, (act, path)
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/responses/x", "/v1/files", "/v1/files/x/content", COMPLETIONS, "/v1/models"):
+            answer = await client.options(path)  # a browser asks so without a key
+            assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_supported", path
         for headers in (
             {**bearer(OTHER), "x-kvatlas-tenant": "acme"},
             {**bearer(ACME), "x-kvatlas-tenant": "other"},
