@@ -74,7 +74,7 @@ class Clients:
         if answer.status_code == 200 and complete:
             self.answered += 1
             self.by_index += "by=cost" in answer.headers["x-kvatlas-decision"]
-        elif streamed and answer.status_code == 200 and "in mid-answer" in _last_event(answer.text):
+        elif streamed and answer.status_code == 200 and "mid-answer" in _last_event(answer.text):
             self.broken += 1
         else:
             self.lost.append(f"{answer.status_code}: {answer.text[-200:]}")

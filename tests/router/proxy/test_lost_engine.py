@@ -59,7 +59,7 @@ async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Stor
         body = {"model": MODEL, "prompt": PROMPT, "stream": True}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-engine"] == "raw"
-        assert answer.text.startswith(EVENT.decode() + 'data: {"error": ') and "in mid-answer" in answer.text
+        assert answer.text.startswith(EVENT.decode() + 'data: {"error": ') and "mid-answer" in answer.text
         assert (await status(client))["proxy"]["broken"] == 1
 
 
@@ -142,7 +142,7 @@ async def test_an_engine_that_hangs_is_noticed(
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200
         if first:
-            assert "the engine hangs in mid-answer" in answer.text
+            assert "the engine hangs mid-answer" in answer.text
         else:
             assert decision(answer)[0] == "w2" and answer.text.endswith("data: [DONE]\n\n")
 
