@@ -77,7 +77,7 @@ class Applier:
             self._queues.remove(queue)
 
     async def run(self) -> None:
-        """Apply until cancelled. After an error of the store the same call is repeated: applying twice is safe."""
+        """Apply until cancelled. If the store fails, the same call is repeated, because applying twice is safe."""
         async with anyio.create_task_group() as lanes:
             lanes.start_soon(self._run_lane, self._small)
             lanes.start_soon(self._run_lane, self._large)

@@ -93,6 +93,8 @@ class AddressList:
 
     def allows(self, host: str, port: int, ip: Ip | None = None) -> bool:
         """True if the host is in the list, by name or by address. `ip`: the address that its name resolves to."""
+        if not self.entries:
+            return False
         ip = ip or parse_ip(host)
         name = host.lower().rstrip(".")
         for entry in self.entries:

@@ -45,7 +45,7 @@ class EngineAccess:
                 key = words[0]
             else:
                 raise InvalidValue(
-                    f"line {number}: expected one key for all engines, and other keys with their workers"
+                    f"line {number}: expected at most one key without a worker; give the others as WORKER KEY"
                 )
         return cls(key, keys, ca_file)
 

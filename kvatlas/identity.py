@@ -1,12 +1,12 @@
 """Identity: the scope of a KV block, worker ids, and the pool that serves a model."""
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
 import msgpack
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 
 DEFAULT_TENANT = "default"

@@ -1,7 +1,7 @@
 """A request as routers see it (hints, shape), and a worker as its candidate (selection result)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -12,6 +12,7 @@ from kvatlas.blocks.media import MediaItem, media_keys
 from kvatlas.blocks.residency import BlockKey
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
 from kvatlas.cost.protocol import Cost, CostTerm, Plan
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import DEFAULT_TENANT, OWN_CHAIN, Scope, check_chain
 from kvatlas.reservations.room_and_slo import MISSES_SLO, NO_ROOM, NOTHING, Over

@@ -65,7 +65,11 @@ class JsonFormatter(PlainFormatter):
         fields.update(_trace_ids())
         if record.exc_info:
             fields["error"] = self.formatException(record.exc_info).strip()
-        return json.dumps(fields, ensure_ascii=False)
+        line = json.dumps(fields, ensure_ascii=False)
+        if line.isprintable():
+            return line
+        # readers of lines, and terminals, obey more characters than JSON escapes
+        return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line)
 
 
 class RepetitionFilter(logging.Filter):

@@ -13,11 +13,24 @@ from kvatlas.settings import ProcessSettings
 from kvatlas.telemetry import export_metrics, setup_telemetry
 from kvatlas_cli.logs import log_to_stderr
 from kvatlas_cli.memory_release import releasing_memory
+from kvatlas_cli.output import print_notice
 
 NEW_OBJECTS = 50_000
 """The collector looks for cycles after this many new objects instead of 700. Services make hardly any cycles, and what they
 keep by the million are blocks, which it would scan again and again in vain."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+_stopped: list[asyncio.Future[None]] = []
+"""The command's task, once a signal has stopped it."""
+
+
+def print_ready(line: str) -> None:
+    """Announce the service of this process. If it was stopped before, it is cancelled again: Python 3.11's `wait_for`, with
+    which libraries connect, swallows a cancellation that arrives together with its result."""
+    print_notice(line)
+    for task in _stopped:
+        task.cancel()
 
 
 def run_service(
@@ -74,11 +87,9 @@ def _run(
 async def _run_until_stopped(body: Coroutine[Any, Any, None]) -> bool:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(body)
-    stopped = False
 
     def stop() -> None:
-        nonlocal stopped
-        stopped = True
+        _stopped[:] = [task]
         task.cancel()
 
     for number in STOP_SIGNALS:
@@ -86,12 +97,14 @@ async def _run_until_stopped(body: Coroutine[Any, Any, None]) -> bool:
     try:
         await task
     except asyncio.CancelledError:
-        if not stopped:
+        if not _stopped:
             raise
     finally:
         for number in STOP_SIGNALS:  # otherwise a closed loop would keep catching them in this process
             loop.remove_signal_handler(number)
-    return not stopped
+        by_signal = bool(_stopped)
+        _stopped.clear()
+    return not by_signal
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

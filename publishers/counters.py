@@ -29,11 +29,11 @@ class PublisherCounters:
     feed_replays_failed: int = 0
     feed_restarts: int = 0
     feed_started_over: int = 0
-    """times that everything held was dropped after a gap or a restart"""
+    """times that all known blocks were dropped after a gap or a restart"""
     feed_lost: int = 0
     """batches that could not be decoded, fully or in part, and may have removed blocks"""
     folds_failed: int = 0
-    """batches that the ledger could not fold, so everything held was dropped"""
+    """batches that the ledger could not fold, so all known blocks were dropped"""
     feed_unheard: int = 0
     """batches ignored because too many were lost in this way"""
     event_gaps: int = 0

@@ -138,7 +138,7 @@ class OpenHeader:
 class EngineBatch:
     """One step's events. `skipped` describes each event that could not be decoded; the rest of the batch is used.
 
-    `lost`: a skipped event removed unknown blocks, so everything held before it is uncertain; `events` are those after it.
+    `lost`: a skipped event removed unknown blocks, so all blocks known before it are uncertain; `events` are those after it.
     `unknown_at`: number of events before one of an unknown kind that names no blocks but may have removed some; None if there
     is none. `header`: for the open forms.
     """

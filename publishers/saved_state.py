@@ -133,7 +133,7 @@ class StateFile:
         if not isinstance(continuity, bytes) or not isinstance(ledger, bytes):
             raise InvalidValue("ledger or position is not bytes")
         if not isinstance(weight_version, str) or not isinstance(adapter_roots, dict):
-            raise InvalidValue("version of the weights is no text, or roots of adapters no map")
+            raise InvalidValue("the weights' version is not text, or the adapters' roots are not a map")
         return SavedState(worker_id, incarnation, continuity, ledger, started_us, weight_version, adapter_roots)
 
 

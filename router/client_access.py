@@ -18,7 +18,7 @@ from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.clients_file import is_tenant_name
 from kvatlas_router.tenancy.counters import TenancyCounters
-from kvatlas_router.tenancy.limits import ClientLimits
+from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.proof import Proof
 from kvatlas_router.tenant_gate import TenantGate, permit_of
 
@@ -31,13 +31,13 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 @dataclass(frozen=True, slots=True)
 class ClientBorders:
-    """`proof` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
+    """`entrance` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
     allowances per minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
     `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no keys, all
     answers of a router on loopback (`near`). `operators_prove`: operators' calls need a token, so the tenant that they name is
     trusted."""
 
-    proof: Proof | None = None
+    entrance: Entrance | None = None
     exchange: AllowanceExchange = field(default_factory=AllowanceExchange)
     salts: bool = False
     decisions: bool | None = None
@@ -47,16 +47,14 @@ class ClientBorders:
 
     def guard(self, application: ASGIApp) -> ASGIApp:
         """The application behind a gate at which clients prove their tenants; without proofs the application itself."""
-        if self.proof is None:
-            return application
-        return TenantGate(application, self.proof, ClientLimits(self.counters, self.exchange), self.counters)
+        return application if self.entrance is None else TenantGate(application, self.entrance, self.counters)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
         """Status for operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only
         one."""
-        named = [tenant_id] if self.proof is None else list(self.proof.clients.tenants)
+        named = [tenant_id] if self.entrance is None else list(self.entrance.clients.tenants)
         return {
-            "proven": self.proof is not None,
+            "proven": self.entrance is not None,
             "tenants": named[:MOST_NAMED],
             "limits_shared": self.exchange.is_shared,
             **asdict(self.counters),
@@ -92,19 +90,21 @@ async def open_borders(
     if proof is not None:
         _log.info("clients must prove their tenants: %d clients and issuers in --clients-file", proof.clients.size)
     else:
-        _log.info("every client counts as the tenant of --tenant-id; to separate tenants, set --clients-file")
+        _log.info("every client belongs to the tenant of --tenant-id; to separate tenants, set --clients-file")
         if salts:
             _log.warning(
                 "--salt-is-tenant is set without --clients-file: any client that knows a tenant's cache salt counts as that "
                 "tenant; set --clients-file"
             )
+    exchange, counters = AllowanceExchange(None if proof is None else fleet), TenancyCounters()
     borders = ClientBorders(
-        proof,
-        AllowanceExchange(None if proof is None else fleet),
+        None if proof is None else Entrance(proof, exchange, counters),
+        exchange,
         salts,
         decisions,
         near=is_loopback(settings.host),
         operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
+        counters=counters,
     )
     borders.exchange.start()
     try:

@@ -171,8 +171,8 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         borders = await stack.enter_async_context(
             open_borders(settings, parts.fleet, salts=settings.salt_is_tenant, decisions=decisions)
         )
-        parts.client.condition.proves_tenants = borders.proof is not None
-        if borders.proof is not None:
+        parts.client.condition.proves_tenants = borders.entrance is not None
+        if borders.entrance is not None:
             parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
         route_api = RouteApi(
             held, parts.client, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed

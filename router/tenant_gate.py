@@ -3,67 +3,47 @@
 Its `Permit` is then in the scope (`permit_of`), and its answer's headers say what is left of the limits (`x-ratelimit-*`).
 """
 
-import logging
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvatlas.runtime.http_access import PROBES
 from kvatlas.runtime.http_guard import CERTIFICATE, BodyTooLong, bounded_body
-from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
 from kvatlas_router.tenancy.counters import TenancyCounters
-from kvatlas_router.tenancy.limits import ClientLimits, OverLimit, Permit
-from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.entrance import Entrance
+from kvatlas_router.tenancy.limits import OverLimit, Permit
 from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
 
 _OPEN = PROBES | {"/version"}
-
-_log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class TenantGate:
     """An ASGI application that wraps another one."""
 
-    def __init__(
-        self,
-        application: ASGIApp,
-        proof: Proof,
-        limits: ClientLimits,
-        counters: TenancyCounters,
-    ) -> None:
+    def __init__(self, application: ASGIApp, entrance: Entrance, counters: TenancyCounters) -> None:
         self._application = application
-        self._proof = proof
-        self._limits = limits
+        self._entrance = entrance
         self._counters = counters
-        self._refusals = RateLimitedLog(_log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
             await self._application(scope, receive, send)
             return
-        address = scope["client"][0] if scope["client"] else ""
+        address, path = scope["client"][0] if scope["client"] else "", scope["path"]
         try:
-            caller = await self._proof.prove(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
+            permit = await self._entrance.admit(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
         except Unproven as error:
-            self._counters.unproven += 1
-            self._refusals.report("unproven", f"request of {address} refused: {error}")
-            await send_error(send, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
+            await send_error(send, path, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
             return
         except ForeignTenant as error:
-            self._counters.foreign += 1
-            self._refusals.report("foreign", f"request of {address} refused: {error}")
-            await send_error(send, ErrorKind.FOREIGN, str(error))
+            await send_error(send, path, ErrorKind.FOREIGN, str(error))
             return
         except KeysUnknown as error:
-            await send_error(send, ErrorKind.UNAVAILABLE, str(error))
+            await send_error(send, path, ErrorKind.UNAVAILABLE, str(error))
             return
-        self._counters.proven += 1
-        try:
-            permit = await self._limits.admit(caller)
         except OverLimit as error:
-            self._counters.over_requests += 1
-            headers = self._limits.headers(caller)
-            await send_error(send, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=headers)
+            await send_error(
+                send, path, ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s, added=error.headers
+            )
             return
         try:
             scope["kvatlas.permit"] = permit

@@ -1,6 +1,7 @@
 """An event loop in its own thread, for callers that have no loop."""
 
 import asyncio
+import ctypes
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, wait
@@ -8,11 +9,14 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from threading import Lock, Thread, get_ident
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
+from weakref import WeakSet
 
 from router_client.errors import ClientClosed
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_open: "WeakSet[LoopThread]" = WeakSet()
 
 
 class _Call:
@@ -58,12 +62,14 @@ class LoopThread:
     def __enter__(self) -> Self:
         self._thread.start()
         self._loop, self._over = self._ready.result()
+        _open.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._forked:
+            _open.discard(self)
             with self._closing:
                 self._closed = True
             self._loop.call_soon_threadsafe(self._over.set)
@@ -147,6 +153,11 @@ class LoopThread:
     def _forked(self) -> bool:
         return self._pid != os.getpid()
 
+    def abandon(self) -> None:
+        """In a forked child: never end the parent's tasks. Python would do so when it finds nothing else that needs them; they
+        would then end what is the parent's, on connections that both processes have."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asyncio.all_tasks(self._loop)))
+
     def _serve(self) -> None:
         async def until_over() -> None:
             over = asyncio.Event()
@@ -154,3 +165,11 @@ class LoopThread:
             await over.wait()
 
         asyncio.run(until_over())
+
+
+def _abandon_all() -> None:
+    for one in _open:
+        one.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from kvatlas.dataclass import dataclass
 from kvatlas.reservations.room_and_slo import NOTHING, Over
 from router_client.learning.timings import Timings
 from router_client.learning.token_counts import Usage

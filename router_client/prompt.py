@@ -1,7 +1,7 @@
 """A prompt in its identity scope, as token ids or as ready hashes. Callers route it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Self
@@ -10,6 +10,7 @@ from kvatlas.blocks.external_chain import external_chain, is_hash_text
 from kvatlas.blocks.hashing import HASH_BYTES, ExtraKeys, pack_hashes, pack_tokens
 from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import ALL_READABLE, CacheReading
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import KvConnector
 from kvatlas.identity import DEFAULT_EXTERNAL_CHAIN, OWN_CHAIN, Scope

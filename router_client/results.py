@@ -1,12 +1,13 @@
 """Results of the router client: overlaps, rankings and choices, each with `explain()`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from math import ceil
 from typing import Any, TypeVar, overload
 
 from kvatlas.cost.protocol import Cost
+from kvatlas.dataclass import dataclass
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, Role
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import Outcome

@@ -8,12 +8,13 @@ with SyncRouterClient.open("redis://127.0.0.1:6379") as router:
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.dataclass import dataclass
 from kvatlas.identity import Scope
 from kvatlas.store.access import RedisAccess
 from router_client.client import Request, RouterClient

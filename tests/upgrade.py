@@ -24,9 +24,8 @@ import httpx
 
 from tests.chaos.child_process import ChildProcess
 from tests.chaos.exactness import residences_of_export
-from tests.chaos.fleet import MODEL, Fleet, running_fleet
+from tests.chaos.fleet import MODEL, RETIRE_AFTER_S, Fleet, running_fleet
 from tests.chaos.requests.rolled_routers import Balancer, RouterLife, RouterProcess
-from tests.chaos.runner import INDEXER_ARGUMENTS
 from tests.chaos.scenario_run import ScenarioRun
 from tests.end_to_end.processes import ROOT, check_out, environment
 from tests.eventually import until
@@ -176,7 +175,7 @@ async def upgrade_from(old: Path, folder: Path) -> AsyncIterator[Upgrade]:
                 hybrids=HYBRIDS,
                 indexers=INDEXERS,
                 seed=1,
-                indexer_arguments=INDEXER_ARGUMENTS,
+                indexer_arguments=("--retire-after-s", str(RETIRE_AFTER_S)),  # that both versions know
                 tree=old,
             )
         )
@@ -221,7 +220,10 @@ def main() -> None:
         try:
             anyio.run(partial(run, sys.argv[1], Path(folder)))
         except* (AssertionError, TimeoutError) as errors:
-            print(f"NOT EXACT: {errors.exceptions[0]}", file=sys.stderr)
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            print(f"NOT EXACT: {error}", file=sys.stderr)
             sys.exit(1)
 
 

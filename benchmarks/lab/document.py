@@ -16,8 +16,7 @@ CHAPTERS = ("grid", "terms", "events")
 """The chapters, in order."""
 
 HEAD = """# Routing policies compared
-Written by `make lab` and `make lab STUDY=...`; don't edit. Each chapter ends with its commit, machine and run time.
-Conclusions: [replay](replay.md).
+Written by `make lab`; don't edit. Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in virtual time, with kvatlas' real ledger, index, cost model and reservations
 ([how](replay.md)). Step costs in the chapters on workloads and terms are those of a 70-billion-parameter model on four
@@ -63,7 +62,7 @@ def _commit() -> str:
 
 
 def to_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([_line(columns), _line(["---"] * len(columns)), *map(_line, rows)])
+    return "\n".join([_line(columns), f"|{'---|' * len(columns)}", *map(_line, rows)])
 
 
 def _line(cells: Sequence[str]) -> str:

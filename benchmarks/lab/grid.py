@@ -235,9 +235,9 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
             f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests, of which "
             f"the first quarter only warms the caches (bursts: {2 * requests}); {seeds} seeds, each with requests "
             "of its own, none of which was used to choose a factor of the cost. At load 1, 90 % of the requests are good under "
-            "`lmetric` (first token within 2 s, 100 ms for each later one). Each cell: kvatlas; whether it wins, ties or loses "
-            "against the best rival in this figure, by how much, and which that is. A win or a loss is beyond the 95 % "
-            "interval of the difference, seed by seed. Everything else is a tie.",
+            "`lmetric` (first token within 2 s, 100 ms for each later one). Each cell: kvatlas; then by how much it is better "
+            "or worse than the best rival in this figure. A win or a loss is beyond the 95 % interval of the difference, seed "
+            "by seed, and names the rival. Everything else, in parentheses, is a tie.",
             "", "```", command, "```", "", table, "",
             "**Against each rival**: wins / ties / losses over the rows above, and kvatlas' mean gain.",
             "", _rivals_table(results, places), "",
@@ -248,8 +248,14 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
 def _cell(results: Results, place: tuple[str, float], aim: Aim) -> str:
     mine = fmean(getattr(one, aim.field) for one in results[*place, OUR])
     verdict = compare_with(results, *place, best_rival(results, *place, aim), aim)
-    word = f"**{verdict.word}**" if verdict.word == "loss" else verdict.word
-    return f"{mine:{aim.form}}: {word} {verdict.gain:+.0%}, {verdict.rival}"
+    shown, gain = f"{mine:{aim.form}}", f"{verdict.gain:+.0%}"
+    match verdict.word:
+        case "tie":
+            return f"{shown} ({gain})"
+        case "win":
+            return f"{shown}: win {gain}, {verdict.rival}"
+        case _:
+            return f"{shown}: **loss** {gain}, {verdict.rival}"
 
 
 def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:

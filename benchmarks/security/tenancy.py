@@ -18,7 +18,7 @@ from benchmarks.result import Result, tabulate
 from benchmarks.timing import quantile, time_async_calls
 from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
 from kvatlas_router.tenancy.counters import TenancyCounters
-from kvatlas_router.tenancy.limits import ClientLimits
+from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.proof import Proof, hash_of
 from kvatlas_router.tenant_gate import TenantGate
 
@@ -47,7 +47,7 @@ async def measure() -> list[Result]:
             "a new JWT (RS256)": [partial(shown, [*usual, _bearer(token)]) for token in tokens],
         }
         counters = TenancyCounters()
-        gate = TenantGate(_answer, proof, ClientLimits(counters, AllowanceExchange()), counters)
+        gate = TenantGate(_answer, Entrance(proof, AllowanceExchange(), counters), counters)
         rows["a key, and the gate with its limits"] = [partial(_pass, gate, [*usual, _bearer(b"key-999")])] * RUNS
         results = []
         for name, calls in rows.items():

@@ -27,7 +27,7 @@ class Sweeper:
         """Retired holders left in each shard after the last call."""
 
     async def run(self) -> None:
-        """Sweep until cancelled. After an error of the store the sweep continues later."""
+        """Sweep until cancelled. If the store fails, the sweep continues later."""
         while True:
             shards = [shard for shard in range(self._index.shards) if shard in self._owned.partitions]
             self.left = {shard: left for shard, left in self.left.items() if shard in shards}

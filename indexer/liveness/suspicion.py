@@ -97,7 +97,7 @@ class DoubtJudge:
     def judge(
         self, records: Mapping[str, WorkerRecord], at_end: Callable[[str], bool], now_s: float
     ) -> list[SnapshotRequest]:
-        """The snapshots to request now. `at_end(worker)`: is the worker's partition read up to its end?"""
+        """The snapshots to request now. `at_end(worker)`: True if the worker's partition is read up to its end."""
         requests = []
         for worker_id in list(self._heard):
             incarnations = self._recent(worker_id, now_s)

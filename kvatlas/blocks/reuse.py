@@ -18,9 +18,10 @@ A request can also forbid reuse, entirely or from some token on: `CacheReading`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineEndpoint, EngineKind
 

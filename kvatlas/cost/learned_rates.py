@@ -8,13 +8,14 @@ rates would take for the pieces read. So evidence means the same to routers with
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, TypeGuard
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.engine import EngineProfile, EngineRates
 from kvatlas.cost.protocol import MIB_BYTES, Load, Piece, Plan, ReadRate
 from kvatlas.cost.regression import RATES, Estimate, Evidence, Latency, Rate, Row, Vector
+from kvatlas.dataclass import dataclass
 
 UNITS: Final = EngineRates()
 OVERHEAD_US: Final = 5_000.0

@@ -36,7 +36,7 @@ class SharedAllowances(Protocol):
     """A store of allowances."""
 
     async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
-        """Draw, in order. Raises Unreachable, and redis' ResponseError if this user may not."""
+        """Make these draws in order. Raises Unreachable, and redis' ResponseError if the store's user may not draw."""
 
 
 def allowance_key(name: str) -> str:

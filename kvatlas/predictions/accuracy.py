@@ -1,11 +1,11 @@
 """Compares engines' answers with routers' predictions: deviations, their counts, and what to do about them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from pydantic import Field
 
+from kvatlas.dataclass import dataclass
 from kvatlas.fleet.records import WireRecord, WorkerId
 from kvatlas.predictions.condition import RouterCondition
 from kvatlas.validation import Count, Name

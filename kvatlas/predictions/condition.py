@@ -8,8 +8,8 @@ class RouterCondition(WireRecord):
     """A router's report about itself. `sent_us`: its clock.
 
     Within the last minute: `choices` made, `fell_open` of them without the store, `without_index` of these without
-    the index; `no_workers`: requests for which no worker was found; `requests`: those that ended, including `refused` (no
-    engine took them) and `gone` (the client gave up first).
+    the index; `no_workers`: choices for which no worker was found, several of one request perhaps; `requests`: those
+    that ended, including `refused` (no engine took them) and `gone` (the client gave up first).
 
     `descriptors`: open files and connections, of at most `most_descriptors`; 0: unknown. `proves_tenants`: True if each
     request proves its tenant there, False if all count as one tenant's; None: the router serves its own program alone, or

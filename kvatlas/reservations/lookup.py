@@ -5,10 +5,11 @@ prompt to any depth, so the ask stays small where each worker holds another part
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from kvatlas.blocks.reuse import ReuseRule
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import Scope
 

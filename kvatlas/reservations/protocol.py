@@ -14,13 +14,13 @@ by load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from kvatlas.blocks.hashing import HASH_BYTES, thin
 from kvatlas.cost.protocol import Load, Prices
 from kvatlas.cost.regression import Evidence
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.reservations.likeness import likeness_of
@@ -120,7 +120,6 @@ class PairLayout:
     The first `prefills` offers compute only the prompt, the next `decodes` only the answer, all others both. `groups` has a
     group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there
     from each group; below 0: it can't be moved.
-    takes from each of these groups; below 0: it can't be moved.
     """
 
     prefills: int
@@ -131,7 +130,7 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question: which of `offers`, and of the offers to `look_alikes`, is the cheapest now? Ties go to the first offer,
+    """Asks for the cheapest of `offers`, and of the offers to `look_alikes`, now. Ties go to the first offer,
     then to the next look-alike on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
     `again_factor`: extra cost of a token that another worker is computing now, as a multiple of its price. `limits` absent:

@@ -4,11 +4,12 @@ The order of a pool's waiting requests is decided in one place (`kvatlas.reserva
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 
 MOST_LANE_WORKERS = 64

@@ -1,4 +1,4 @@
-"""One asyncio task that starts and stops with the object that owns it, and the end of any tasks.
+"""One asyncio task that starts and stops with the object that owns it; a wait for any tasks, and their end.
 
 Python 3.11's `wait_for`, used in redis-py and nats-py, swallows a cancellation that arrives together with its result. So a
 task may need to be cancelled more than once. anyio's task groups do that; tasks of asyncio's end with `end_tasks`.
@@ -23,6 +23,27 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]], *, again_s: float = 
     for task in tasks:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
+
+
+async def wait_for_first(tasks: Collection[asyncio.Future[Any]], seconds: float | None) -> None:
+    """Wait until one of the tasks is done, at most for so long. Like `asyncio.wait`, in a third of its time."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(*_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = None if seconds is None else loop.call_later(seconds, wake)
+    for task in tasks:
+        task.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for task in tasks:
+            task.remove_done_callback(wake)
 
 
 class BackgroundTask:

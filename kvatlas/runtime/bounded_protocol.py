@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,10 @@ from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.runtime.chunked_body import ChunkedBody
-from kvatlas.runtime.connection_shares import ConnectionShares, Place
+from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_guard import TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
+from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0
@@ -44,21 +44,23 @@ _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `shares`: the connections of its server."""
+    """One connection. `shares`: the connections of its server. `arriving`: the one there whose place it takes."""
 
     def __init__(
         self,
         *args: Any,
         access: HttpAccess,
-        shares: "ConnectionShares[BoundedProtocol]",
+        shares: ConnectionShares[Closable],
         counters: HttpCounters,
         refusals: RateLimitedLog,
+        arriving: Closable | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _errors
         self._access = access
         self._shares = shares
+        self._arriving = arriving
         self._counters = counters
         self._refusals = refusals
         self._header_s = access.header_s
@@ -76,6 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_parser = self.parser
         self._stops_at: float | None = None
         self._refused = False
+        self._on_leave: Callable[[], None] | None = None
+        """See `ON_LEAVE`."""
         self._in_head = True
         """No request has begun, or its headers are not complete."""
         self._has_begun = False
@@ -91,13 +95,16 @@ class BoundedProtocol(HttpToolsProtocol):
             names := _certificate_names(transport.get_extra_info("peercert"))
         ) and self._access.client_ca_file is not None:
             self.app = WithCertificate(self.app, names)
+        if self._arriving is not None:
+            self._shares.close(self._arriving)
         place = self._shares.open(self, self.client[0] if self.client else None)
         if place is not Place.FULL:
             self._counters.too_many += 1
-            most = f"{self._shares.most} in all (--http-connections), {self._shares.share} of one address"
-            self._refusals.report(
-                "connections", f"connection of {self._who} refused: the most that are allowed are {most}"
-            )
+            self._refusals.report("connections", self._shares.describe_refusal(self._who))
+        if place is Place.DROPPED:
+            self._refused = True
+            transport.abort()
+            return
         if place is Place.NONE:
             self._refuse(503, TOO_MANY)
             return
@@ -206,6 +213,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head, self._has_begun = True, False
         self.cycle.more_body = False  # also of a request that was answered before its end
+        if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
+            after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
+            self._shares.rest(self)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -221,11 +232,25 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope[ON_LEAVE] = self._call_on_leave  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = WithoutChunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
+    def _call_on_leave(self, leave: Callable[[], None]) -> None:
+        if self.cycle.disconnected:
+            leave()
+        else:
+            self._on_leave = leave
+
+    def _leave(self) -> None:
+        """Let the application know that the client has left, or is refused."""
+        leave, self._on_leave = self._on_leave, None
+        if leave is not None:
+            leave()
+
     def on_response_complete(self) -> None:
+        self._on_leave = None
         super().on_response_complete()
         self._read()
         if self.timeout_keep_alive_task is not None:
@@ -237,6 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
         del self._head_parser  # it refers to this object
         self._shares.close(self)
         self._cancel_deadline()
+        self._leave()
 
     def shutdown(self) -> None:
         """Stop the server without waiting for an unfinished body."""
@@ -331,6 +357,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._leave()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self._answer(status, line)
             if self.transport.can_write_eof():

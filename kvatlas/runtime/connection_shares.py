@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from kvatlas.addresses import parse_ip
 
 RESERVE = 64
-"""Connections above the limit that may request only the probes' paths."""
+"""Connections above the limit that may request only the probes' paths; and as many more that are refused with an answer."""
 RESERVE_SHARE = 8
 """Number of these that one address may have."""
 NEARLY_FULL = 0.95
@@ -29,7 +29,8 @@ class Place(Enum):
 
     FULL = "any request"
     PROBES = "probes alone"
-    NONE = "nothing"
+    NONE = "nothing, and a refusal says so"
+    DROPPED = "nothing"
 
 
 class ConnectionShares(Generic[C]):
@@ -40,6 +41,7 @@ class ConnectionShares(Generic[C]):
         self.share = share
         self._full: dict[C, str] = {}
         self._probes: dict[C, str] = {}
+        self._refused: set[C] = set()
         self._count: dict[tuple[Place, str], int] = {}
         self._idle: dict[C, None] = {}
 
@@ -56,7 +58,15 @@ class ConnectionShares(Generic[C]):
         if len(self._probes) < RESERVE and self._of(Place.PROBES, key) < RESERVE_SHARE:
             self._add(self._probes, Place.PROBES, connection, key)
             return Place.PROBES
-        return Place.NONE
+        if len(self._refused) < RESERVE:  # a client takes its time to read a refusal, and others come
+            self._refused.add(connection)
+            return Place.NONE
+        return Place.DROPPED
+
+    def describe_refusal(self, address: str) -> str:
+        """Why a connection got no full place, in one line."""
+        most = f"{self.most} in all (--http-connections), {self.share} of one address"
+        return f"connection of {address} refused: the most that are allowed are {most}"
 
     @property
     def is_nearly_full(self) -> bool:
@@ -66,6 +76,7 @@ class ConnectionShares(Generic[C]):
     def close(self, connection: C) -> None:
         """Remove a connection that is closed or about to be. Removing it twice is fine."""
         self._idle.pop(connection, None)
+        self._refused.discard(connection)
         for place, members in ((Place.FULL, self._full), (Place.PROBES, self._probes)):
             if (key := members.pop(connection, None)) is not None:
                 self._count[place, key] -= 1

@@ -1,16 +1,20 @@
 """Access to an HTTP server, and its limits. `http_guard` and `bounded_protocol` enforce it."""
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvatlas.addresses import parse_ip
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.certificate_files import RenewedContext
 
 MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Paths that are served without a token, and in the reserve: the machine's own probes ask them, and learn one bit."""
+_OPERATORS = frozenset({"/", "/clear", "/events", "/metrics", "/status"})
+_OPERATORS_PREFIX = "/kvatlas/"
+_OWN_SITES = (b"same-origin", b"none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +70,30 @@ class HttpAccess:
                 file = f"--http-client-ca-file {str(self.client_ca_file)!r}"
                 raise SettingsError(f"{file} has no certificates: {error.strerror or error}") from None
         return context
+
+
+def why_foreign(method: str, path: str, headers: Mapping[bytes, bytes]) -> str:
+    """Why a server on loopback does not serve an operators' call, in one line; empty if it does. `path`: decoded.
+
+    Who reaches such a server is trusted, but a page in a browser on that machine reaches it too. What a page may send without
+    permission is a POST that is not JSON, and it may read answers if its own name leads to loopback (DNS rebinding). No page of
+    another site sends an `Authorization`."""
+    path = path.rstrip()  # routes ignore a line end
+    if not (path in _OPERATORS or path.startswith(_OPERATORS_PREFIX)) or b"authorization" in headers:
+        return ""
+    host = headers.get(b"host", b"")
+    if not _is_our_own(host.decode("latin-1")):
+        named = host[:80].decode("latin-1")
+        return f"Host is {named!r}, but this server is on loopback: ask for localhost, also in a proxy before it"
+    if method == "POST" and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        is_own = site in _OWN_SITES if site is not None else origin is None or origin.partition(b"://")[2] == host
+        if not is_own:
+            return "the request comes from a page of another site; send JSON (Content-Type: application/json)"
+    return ""
+
+
+def _is_our_own(host: str) -> bool:
+    """True for an address, or a name that no one else's DNS answers for."""
+    name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
+    return parse_ip(name) is not None or "." not in name or name.endswith(".localhost")

@@ -1,7 +1,7 @@
 """What stands between a connection and an application; `bounded_protocol` reads the requests.
 
-`HttpBorder` refuses requests without a Host or with two of them, too long bodies, WebSockets and, if the server has tokens,
-requests without one of them (except probes).
+`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets, operators' calls from a
+browser's pages and, if the server has tokens, requests without one of them (except probes).
 """
 
 import hmac
@@ -14,12 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, why_foreign
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"
 """Key in a request's scope: the names in its client's certificate, a frozenset."""
+ON_LEAVE = "kvatlas.on_leave"
+"""Key in a request's scope: takes a function, which is called if the client leaves before the answer's end. It costs less than
+a task that waits for the disconnect."""
 TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
 """Error codes as in OpenAI's API."""
@@ -55,17 +58,28 @@ class HttpBorder:
     """An ASGI application in front of another one; passes on only allowed requests."""
 
     def __init__(
-        self, application: ASGIApp, access: HttpAccess, counters: HttpCounters, refusals: RateLimitedLog
+        self,
+        application: ASGIApp,
+        access: HttpAccess,
+        counters: HttpCounters,
+        refusals: RateLimitedLog,
+        *,
+        near: bool = False,
     ) -> None:
+        """`near`: it listens on loopback, so pages in a browser there must not use it."""
+        self._near = near
         self._application = application
         self._access = access
         self._counters = counters
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        head_bytes = len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"])
-        hosts = sum(name == b"host" for name, _ in scope["headers"])
+        headers: dict[bytes, bytes] = {}
+        head_bytes, hosts = len(scope["raw_path"]), 0
+        for name, value in scope["headers"]:
+            headers[name] = value
+            head_bytes += len(name) + len(value)
+            hosts += name == b"host"
         if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
             self._counters.framing += 1
             line = f"the request has {hosts} Host headers; expected one"
@@ -78,6 +92,9 @@ class HttpBorder:
             self._counters.upgrade += 1
             line = 'WebSockets are not supported; send plain HTTP requests, streamed with `"stream": true`'
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
+        elif self._near and (why := why_foreign(scope["method"], scope["path"], headers)):
+            self._counters.denied += 1
+            await self._refuse(scope, send, 403, why, (b"connection", b"close"))
         elif not self._is_allowed(scope, headers.get(b"authorization", b"")):
             self._counters.denied += 1
             line = "no valid token; send `Authorization: Bearer TOKEN`"

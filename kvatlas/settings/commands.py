@@ -104,7 +104,7 @@ class RecordSettings(ProcessSettings):
     """What to record, and how much of it."""
 
     routers: CommaList = Field(description="URLs of routers that were started with --record, separated by commas.")
-    minutes: float = Field(default=60.0, gt=0, le=1e6, description="For how long.")
+    minutes: float = Field(default=60.0, gt=0, le=1e6, description="Stop after this many minutes.")
     mib: Positive = Field(default=64, description="Stop when this many MiB are written, before they are compressed.")
     model_id: Name | None = Field(default=None, description="Record requests for this model only; default: all.")
     token_file: Path | None = Field(default=None, description="File with the token that the routers require.")

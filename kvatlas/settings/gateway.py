@@ -51,7 +51,7 @@ class GatewaySettings(RoutingSettings):
     )
     pods: CommaList = Field(
         default=(),
-        description="The pool's pods: HOST:PORT, by commas; a headless Service's name stands for all of its pods. "
+        description="The pool's pods: HOST:PORT, separated by commas; a headless Service's name stands for all of its pods. "
         "Default: the workers that have publishers.",
     )
     kubernetes_pool: bool = Field(

@@ -147,7 +147,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
     max_attempts: Positive = Field(default=4, description="Workers to try for one request before giving up.")
     continue_answers: Literal["off", "deterministic", "all"] = Field(
         default="off",
-        description="Streams that another worker goes on with if their engine dies in mid-answer: none, those with temperature "
+        description="Streams that another worker continues if their engine dies mid-answer: none, those with temperature "
         "0 or a seed, or all.",
     )
     engine_priority: bool = Field(

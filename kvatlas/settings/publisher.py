@@ -119,7 +119,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     model_config_path: Path | None = Field(
         default=None,
-        description="The model's config.json, or its folder: layers, KV heads, head size and data type give the bytes a block.",
+        description="The model's config.json, or its folder, from which the bytes of a block are computed.",
     )
     kv_cache_dtype: Text = Field(
         default="auto", description="Data type of the KV cache, as in the engine's flag; auto: the model's."

@@ -87,6 +87,17 @@ class Store:
             return list(await asyncio.gather(*(self._call_replica(self._replicas, command) for command in commands)))
         return await self._call(commands, retry=True)
 
+    async def ask_any(self, command: str) -> Any:
+        """The answer to a command that reads no key, of a primary, over the same connections as function calls. Raises
+        Unreachable."""
+        connections = (
+            self._connections_to_node(self.client.get_primaries()[0]) if self.is_cluster else self._connections()
+        )
+        try:
+            return (await connections.call([(command,)], retry=True))[0]
+        except UNREACHABLE as error:
+            raise self.unreachable(error) from error
+
     async def ask(self, command: Awaitable[T]) -> T:
         """The answer to a command sent with `client`. Raises Unreachable."""
         try:
@@ -102,8 +113,7 @@ class Store:
         try:
             if self.is_cluster:
                 return list(await asyncio.gather(*(self._call_node(command, retry=retry) for command in commands)))
-            pool = self.client.connection_pool
-            return await self._connections_to("", pool.make_connection).call(commands, retry=retry)
+            return await self._connections().call(commands, retry=retry)
         except ReadOnlyError as error:
             # its role has changed: new connections may lead to the current primary
             for connections in self._nodes.values():
@@ -122,10 +132,7 @@ class Store:
         first_key = command[3]
         try:
             node = self.client.get_node_from_key(first_key)
-            connections = self._connections_to(
-                node.name, lambda: node.connection_class(**{**node.connection_kwargs, "retry": _ONCE})
-            )
-            return (await connections.call([command], retry=retry))[0]
+            return (await self._connections_to_node(node).call([command], retry=retry))[0]
         except (AskError, TryAgainError, ClusterError, RedisClusterException, ReadOnlyError, RedisConnectionError):
             # the slot has moved, or its node is gone: redis-py finds and remembers the new one
             return await self._follow(command)
@@ -143,6 +150,14 @@ class Store:
             connections = RedisConnections(lambda: node.connection_class(**options), CALL_TIMEOUT_S)
             self._replica_nodes[node.name] = connections
         return connections
+
+    def _connections(self) -> RedisConnections:
+        return self._connections_to("", self.client.connection_pool.make_connection)
+
+    def _connections_to_node(self, node: ClusterNode) -> RedisConnections:
+        return self._connections_to(
+            node.name, lambda: node.connection_class(**{**node.connection_kwargs, "retry": _ONCE})
+        )
 
     def _connections_to(self, name: str, connect: Callable[[], Any]) -> RedisConnections:
         connections = self._nodes.get(name)

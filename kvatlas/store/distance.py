@@ -1,6 +1,7 @@
 """Measures how far away the store is, by its quickest answers."""
 
 import asyncio
+import socket
 import time
 from collections import deque
 
@@ -11,12 +12,14 @@ from kvatlas.store.deadline import CALLS_A_DECISION, STORE_FAILURES
 
 EVERY_S = 1.0
 RECENT = 5
+LEAST_S = 1e-6
 
 
 class StoreDistance:
     """The shortest of the last RECENT round trips: it waited least for a busy machine. One quick answer shows that the store is
     near, only RECENT slow ones that it is far. Measured with its own calls, because those of a choice include the store's
-    computing."""
+    computing; and without the time that this event loop takes to read what has arrived, because a busy router would take any
+    store for a far one."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
         """`store=None`: there is no store, so nothing is far."""
@@ -51,13 +54,29 @@ class StoreDistance:
     async def _run(self) -> None:
         assert self._store is not None
         while self._task.running:
+            turn = asyncio.create_task(_turn_s())
             began = time.monotonic()
             try:
                 await store_time_us(self._store)
+                # an answer may just have missed a turn of the loop
+                self.record(max(LEAST_S, time.monotonic() - began - 2 * await turn))
             except STORE_FAILURES:
                 # a store that is down is not far: choices find that out themselves
                 await asyncio.sleep(self._every_s)
-            else:
-                self.record(time.monotonic() - began)
             if len(self._recent) == RECENT:
                 await asyncio.sleep(self._every_s)
+
+
+async def _turn_s() -> float:
+    """How long this event loop takes to read what has arrived."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    here, there = socket.socketpair()
+    with here, there:
+        here.send(b"x")
+        began = time.monotonic()
+        loop.add_reader(there, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(there)
+        return time.monotonic() - began

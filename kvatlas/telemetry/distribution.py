@@ -39,7 +39,7 @@ class Exemplar(NamedTuple):
 
 @dataclass(slots=True)
 class Distribution:
-    """Values since creation, counted in buckets of which two make a doubling. No value is below 0.
+    """Values since creation, counted in two buckets for each doubling. No value is below 0.
 
     `exemplars`: the newest value with a span in each doubling, by the doubling's index.
     """

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from kvatlas.settings import GatewaySettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.output import print_notice
 from kvatlas_cli.process_group import replica_flags, run_process_group
-from kvatlas_cli.runner import run_service
+from kvatlas_cli.runner import print_ready, run_service
 
 if TYPE_CHECKING:
     from kvatlas_router.gateway.service import RunningPicker
@@ -28,4 +27,4 @@ def epp(settings: GatewaySettings) -> None:
 
 def _ready(running: "RunningPicker") -> None:
     server = running.server
-    print_notice(f"endpoint picker on port {server.port}, health on port {server.health_port}")
+    print_ready(f"endpoint picker on port {server.port}, health on port {server.health_port}")

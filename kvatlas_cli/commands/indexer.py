@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvatlas.settings import IndexerSettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.output import print_notice
-from kvatlas_cli.runner import run_service
+from kvatlas_cli.runner import print_ready, run_service
 
 if TYPE_CHECKING:
     from kvatlas_indexer.indexer_process import Replica
@@ -23,4 +22,4 @@ def indexer(settings: IndexerSettings) -> None:
 
 def _print_ready(replica: "Replica") -> None:
     page = f"; status page {replica.status_url}" if replica.status_url else ""
-    print_notice(f"indexer {replica.member_id} is ready{page}")
+    print_ready(f"indexer {replica.member_id} is ready{page}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvatlas.settings import PublishSettings
 from kvatlas_cli.flags import with_settings
 from kvatlas_cli.output import print_notice
-from kvatlas_cli.runner import run_service
+from kvatlas_cli.runner import print_ready, run_service
 
 if TYPE_CHECKING:
     from kvatlas_publishers.publisher import Publisher
@@ -28,7 +28,7 @@ def publish(settings: PublishSettings) -> None:
 def _ready(publishers: "Sequence[Publisher]") -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _drain, publishers)
     for publisher in publishers:
-        print_notice(f"worker {publisher.worker_id} is published")
+        print_ready(f"worker {publisher.worker_id} is published")
 
 
 def _drain(publishers: "Sequence[Publisher]") -> None:

@@ -2,9 +2,8 @@
 
 from kvatlas.settings import IndexServerSettings, ProxySettings
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.output import print_notice
 from kvatlas_cli.process_group import replica_flags, run_process_group
-from kvatlas_cli.runner import run_service
+from kvatlas_cli.runner import print_ready, run_service
 
 
 @with_settings(ProxySettings)
@@ -27,7 +26,7 @@ def router(settings: ProxySettings) -> None:
 
 def print_router_ready(url: str) -> None:
     """Print the router's address."""
-    print_notice(f"router at {url}; OpenAI API under {url}/v1")
+    print_ready(f"router at {url}; OpenAI API under {url}/v1")
 
 
 @with_settings(IndexServerSettings)
@@ -41,4 +40,4 @@ def index_server(settings: IndexServerSettings) -> None:
 
 
 def _print_index_server_ready(url: str, grpc_port: int | None) -> None:
-    print_notice(f"index server at {url}" + ("" if grpc_port is None else f", gRPC on port {grpc_port}"))
+    print_ready(f"index server at {url}" + ("" if grpc_port is None else f", gRPC on port {grpc_port}"))

@@ -1,8 +1,7 @@
 """`kvatlas simulate-engine`: an engine without a model that speaks vLLM's protocols."""
 
 from kvatlas_cli.flags import with_settings
-from kvatlas_cli.output import print_notice
-from kvatlas_cli.runner import run_service
+from kvatlas_cli.runner import print_ready, run_service
 from kvatlas_simulator.service import EngineAddresses, run_engine
 from kvatlas_simulator.settings import EngineSettings
 
@@ -15,4 +14,4 @@ def simulate_engine(settings: EngineSettings) -> None:
 
 def _print_ready(addresses: EngineAddresses) -> None:
     replay = f", replay on {addresses.replay_endpoint}" if addresses.replay_endpoint else ""
-    print_notice(f"engine at {addresses.base_url}; events on {addresses.endpoint}{replay}")
+    print_ready(f"engine at {addresses.base_url}; events on {addresses.endpoint}{replay}")

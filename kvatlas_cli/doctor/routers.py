@@ -98,8 +98,9 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
             )
             advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
             yield Finding("routers.store", Level.WARNING, line, advice)
-        if lost := one.refused + one.no_workers:
-            share = lost / max(1, one.requests, lost)
+        # a server's requests may each be tried several times; a library has only its tries
+        if lost := one.refused if one.requests else one.no_workers:
+            share = lost / max(1, one.requests)
             line = f"{where}: no engine took {count_text(lost, 'request')} of the last minute"
             level = Level.ERROR if share >= MANY else Level.WARNING
             yield Finding("routers.refused", level, line, "see `serving`, engines' logs and their load")
@@ -118,7 +119,7 @@ def _judge_proof(where: str, one: RouterCondition) -> Iterator[Finding]:
     if one.proves_tenants:
         yield Finding("routers.proof", Level.OK, f"{where}: each request proves its tenant")
         return
-    line = f"{where}: every client that reaches it counts as the tenant of --tenant-id, whatever it sends"
+    line = f"{where}: every client that reaches it belongs to the tenant of --tenant-id, whatever it sends"
     advice = "for several tenants, or limits by key: --clients-file (router), --tenant-from (epp)"
     yield Finding("routers.proof", Level.INFO, line, advice)
 

@@ -10,10 +10,12 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.identity import Scope
 from kvatlas.index.usage import ResidentUse
 from kvatlas.predictions.usage_counts import AnswerUse, User
+from kvatlas_cli.logs import printable
 
 FORGOTTEN = "(forgotten)"
 """Stands for names that are no longer kept."""
 
+_FORMULA = ("=", "+", "-", "@")
 _OF_ANSWERS = (
     ("prompt_tokens", "Prompt tokens of answers that report cached ones", "prompt_tokens", 1),
     ("cached_tokens", "Prompt tokens that engines found cached", "cached_tokens", 1),
@@ -74,11 +76,14 @@ def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | 
 
 
 def to_csv(rows: Sequence[UsageRow]) -> str:
-    """The rows as CSV, after a header line."""
+    """The rows as CSV, after a header line. Clients and engines chose the names: control characters are escaped, and a name
+    that a spreadsheet would take for a formula gets an apostrophe."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(UsageRow(None, "").jsonable()), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.jsonable() for row in rows)
+    for row in rows:
+        names = {field: "'" * name.startswith(_FORMULA) + printable(name) for field, name in row.names.items()}
+        writer.writerow(row.jsonable() | names)
     return text.getvalue()
 
 

@@ -174,7 +174,7 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
     node's ranks."""
     try:
         config = json.loads(info.get("kv_events_config") or "{}")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         config = {}
     size = info.get("page_size")
     sources: list[EventSource] = []

@@ -49,7 +49,7 @@ def sglang_connector(info: Mapping[str, Any]) -> FoundConnector | None:
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)
-        except ValueError:
+        except (ValueError, RecursionError):
             extra = None
     return FoundConnector(KvConnector.KVCR, _port(_get(extra, "control_port")))
 

@@ -13,7 +13,7 @@ the remembered ones.
     silence, or reconnected              request replay: this reveals a lost last batch, and another process whose next seq
                                          happens to follow ours
 
-To start over, the caller drops everything held (it empties its ledger and begins a new incarnation) and continues from the
+To start over, the caller drops all known blocks (it empties its ledger and begins a new incarnation) and continues from the
 batches that are certain. Blocks stored earlier are then unknown and not published, which is safe.
 
 The caller does what a Step says, in this order: empty, take, then request replay and pass its answer to `take_replay`. Only
@@ -36,7 +36,7 @@ COMPARED_PAYLOADS = 16
 reveal one whose next seq happens to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
-"""Consecutive incomplete replays before everything held is dropped."""
+"""Consecutive incomplete replays before all known blocks are dropped."""
 
 MAX_SEQ = (1 << 64) - 2  # the end marker of a replay has all bits set
 
@@ -66,7 +66,7 @@ class ContinuityCounters:
     gaps: int = 0
     gaps_filled: int = 0
     started_over: int = 0
-    """Number of times that everything held was dropped, for any reason."""
+    """Number of times that all known blocks were dropped, for any reason."""
     late_joins: int = 0
     replays_failed: int = 0
 
@@ -123,7 +123,7 @@ class Continuity:
         return Step(ask_from=self.replay_from, why=f"{why}; asking replay")
 
     def probe(self) -> Step:
-        """Probe a silent feed: was a last batch lost?"""
+        """Probe a silent feed, in case its last batch was lost."""
         return Step(ask_from=self.replay_from) if self.can_replay else Step()
 
     def resume(self) -> Step:

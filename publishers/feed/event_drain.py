@@ -5,10 +5,10 @@
 There is no replay: events of a lost answer, or taken by another reader, are gone. `event_id` has no gaps, which reveals this:
 
     next in order         take
-    anything else         start over: drop everything held, and continue from this record
+    anything else         start over: drop all known blocks, and continue from this record
     no answer             start over: returned events may be lost, or the engine was restarted
 
-Dropping everything held is safe; keeping a block whose removal was lost is not. Each time costs the index a new incarnation,
+Dropping all known blocks is safe; keeping a block whose removal was lost is not. Each time costs the index a new incarnation,
 so it is rationed, as for undecodable payloads: two readers of one engine take each other's events all the time.
 """
 
@@ -67,7 +67,7 @@ class DrainPosition:
 
 
 class EventDrain:
-    """The only reader of one engine's events. Gives them to `on_batch`; calls `on_empty` to drop everything held."""
+    """The only reader of one engine's events. Gives them to `on_batch`; calls `on_empty` to drop all known blocks."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class EventDrain:
             self._start_over(f"POST {self.url}: {why}", forget=True)
 
     def _take(self, records: Sequence[Record]) -> None:
-        """Pass the records' events on, in one batch up to each point where everything held is dropped."""
+        """Pass on the records' events, in one batch up to each point at which all known blocks are dropped."""
         events: list[EngineEvent] = []
         skipped: list[str] = []
         for record in records:
@@ -195,7 +195,7 @@ class EventDrain:
         return [], []
 
     def _start_over(self, why: str, *, forget: bool) -> None:
-        """Drop everything held. `forget`: True if it may be another engine process."""
+        """Drop all known blocks. `forget`: True if it may be another engine process."""
         if forget:
             self._decoder.forget()
         self._counters.feed_gaps = self._position.gaps

@@ -7,7 +7,7 @@ same way for all receivers (ZMQ, standard input, HTTP, the embedded API):
     another model's batch      its stored blocks are left out, and it is diagnosed
     event in order             taken
     event seen before          a duplicate: ignored
-    event ahead, or going back a gap or a restart: everything held is dropped, then the event is taken. This costs the index a
+    event ahead, or going back a gap or a restart: all known blocks are dropped, then the event is taken. This costs the index a
                                new incarnation, so it is rationed: a source that keeps doing it is ignored for a while
     shutdown                   the worker drains until its engine starts again
 """
@@ -111,7 +111,7 @@ class OpenBatches:
     # ---------------------------------------------------------------- events
 
     def _in_order(self, event_ids: Sequence[tuple[int, bytes]], events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
-        """The events to record. Drops everything held before an event that is out of order."""
+        """The events to record. Drops all known blocks before an event that is out of order."""
         counted, taken, now_s = self._continuity.counters, list[EngineEvent](), monotonic()
         for (event_id, told), event in zip(event_ids, events, strict=True):
             restarts, last_id = counted.restarts, self._continuity.last_seq

@@ -63,7 +63,7 @@ class FeedSettings:
 
 class Feed:
     """Call `open`, `catch_up`, `run` (until cancelled), `close`. Passes each batch to `on_batch`; calls `on_empty` when
-    everything held must be dropped."""
+    all known blocks must be dropped."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Handles an engine's undecodable payloads and events.
 
 Any process may send to the feed's socket. If a foreign message took a seq, the engine's own message of that seq would look as
-if another engine process had sent it, and everything held would be dropped. So an undecodable payload is set aside until the
+if another engine process had sent it, and all known blocks would be dropped. So an undecodable payload is set aside until the
 next message shows whether its seq was the engine's.
 
 An undecodable or oversized payload may have been a removal. Claiming too little is safe; claiming a block that is gone is not.
-So everything held is dropped, and the worker starts again, empty. For a single unreadable event, only the blocks it names are
+So all known blocks are dropped, and the worker starts again, empty. For a single unreadable event, only the blocks it names are
 dropped; a removal that names none drops everything. An event of an unknown kind that names no blocks drops everything only with
 `--distrust-poison`: otherwise an engine with a new kind of event would hardly ever publish. Each drop costs the index a new
 incarnation, so it is rationed: an engine that keeps doing it is ignored for a while, and the worker claims nothing.
@@ -58,7 +58,7 @@ class UndecodableQueue:
 
 
 class Distrust:
-    """Limits how often everything held is dropped (pure; times are the caller's seconds). Batches are taken only while the
+    """Limits how often all known blocks are dropped (pure; times are the caller's seconds). Batches are taken only while the
     feed `is_trusted`."""
 
     def __init__(self, burst: int = BURST, ration_s: float = RATION_S) -> None:
@@ -69,7 +69,7 @@ class Distrust:
         self._trusted = True
 
     def record_loss(self, now_s: float) -> bool:
-        """Record that something undecodable may have removed blocks. Returns True if everything held must be dropped; False
+        """Record that something undecodable may have removed blocks. Returns True if all known blocks must be dropped; False
         while the feed is not trusted, because nothing is held then."""
         if not self.is_trusted(now_s):
             return False

@@ -18,7 +18,7 @@ LEFT_OUT_SHARE = 0.9
 PERIOD_S = 60.0
 HOLES = 3
 HOLES_S = 600.0
-"""This many holes within this time that replay did not fill; each dropped everything held."""
+"""This many holes within this time that replay did not fill; each dropped all known blocks."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
 """An engine that ran requests for this long, or read this many prompt tokens, must have stored a block."""

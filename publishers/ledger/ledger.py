@@ -101,7 +101,7 @@ class Ledger:
         self._begin(Holdings(), self.settings.block_size)
 
     def _begin(self, holdings: Holdings, block_size: int | None) -> None:
-        """Start again with only the holdings' counts."""
+        """Start again, with nothing but the counts in `holdings`."""
         settings = self.settings
         self.lineage = Lineage(settings, self.block_bytes_of)
         self._resolver = BlockResolver(self.lineage, self.counters, block_size)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvatlas.runtime.json_text import decode
@@ -33,11 +33,13 @@ MOST_LINE = 200
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
-    """`status`: the HTTP status that the error stands for. `line`: its message. `body`: its JSON, as the engine wrote it."""
+    """`status`: the HTTP status that the error stands for. `line`: its message. `body`: its JSON, as the engine wrote it.
+    `named`: it is an event of type `error`."""
 
     status: int
     line: str
     body: bytes
+    named: bool = False
 
     @classmethod
     def of_event(cls, type: str, data: bytes) -> Self | None:
@@ -47,8 +49,8 @@ class EngineError:
         if found is None and named:
             line = data.decode("utf-8", "replace")
             body = json.dumps({"error": {"message": line, "type": "server_error", "param": None, "code": None}})
-            return cls(UNKNOWN_STATUS, line[:MOST_LINE], body.encode())
-        return found
+            return cls(UNKNOWN_STATUS, line[:MOST_LINE], body.encode(), named)
+        return replace(found, named=named) if found is not None and named else found
 
     @classmethod
     def of_body(cls, body: bytes) -> Self | None:

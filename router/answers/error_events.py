@@ -4,26 +4,34 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.tokens.text_request import Api
 
 _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
-    """A stream's last event. `body`: the error from `error_body`. `events`: the number of events sent before. None for a path
-    with an unknown protocol: only a cut connection shows every client that its answer is incomplete.
+    """A stream's last event. `body`: the error from `error_body`, in the form of the path's API. `events`: the number of events
+    sent before. None for a path with an unknown protocol: only a cut connection shows every client that its answer is
+    incomplete.
 
     OpenAI's clients raise an error for data with a member `error`, Anthropic's only for an event of type `error`.
     """
     path = path.rstrip("/")
-    error = body["error"]
+    named: Mapping[str, Any]
     if path in _OPENAI:
         return b"data: " + json.dumps(body).encode() + b"\n\n"
     if path == Api.MESSAGES:
-        named: dict[str, Any] = {"type": "error", "error": {"type": "api_error", "message": error["message"]}}
+        named = body
     elif path == Api.RESPONSES:
+        error = body["error"]
         own = {name: error.get(name) for name in ("code", "message", "param")}
         named = {"type": "error", **own, "sequence_number": events, "error": error}
     else:
         return None
     return b"event: error\ndata: " + json.dumps(named).encode() + b"\n\n"
+
+
+def is_seen(path: str, error: EngineError) -> bool:
+    """True if the clients of this path's protocol raise an engine's error that they got as an event."""
+    return error.named or path.rstrip("/") != Api.MESSAGES

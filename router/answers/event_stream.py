@@ -34,7 +34,7 @@ _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
 """Members that a choice has before any token."""
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*["{]|"choices"\s*:\s*\[\s*\]')
-"""Matches what comes last before the final event."""
+"""Matches events that come last before the final event: of a choice's end, or of the usage."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 _MARKS = re.compile(rb'"(?:type|error|abort)"|\r')
@@ -88,13 +88,13 @@ class EventStream:
         self._before_bytes = 0
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._piece = b""
+        self._last_data = b""
+        self._finished = False
         self._last: list[bytes] | None = None
         """The list that the last event went to; None: it was dropped."""
 
     def feed(self, piece: bytes) -> bytes:
         """The bytes to send to the client now; may be empty."""
-        self._piece = piece
         if self.events and self.begun and self.error is None and self._passes_plainly(piece):
             return piece
         at = 0
@@ -133,6 +133,7 @@ class EventStream:
         has_text = text_at >= len(_CHAT_TEXT) and piece[text_at] != _QUOTE
         self.parts += has_text or _CONTENT.search(piece) is not None
         self._last = self._out
+        self._last_data = piece
         return True
 
     def _may_count(self, piece: bytes) -> bool:
@@ -154,7 +155,7 @@ class EventStream:
     @property
     def finished(self) -> bool:
         """True if the answer is whole: not every server sends the final event."""
-        return self.done or _FINISH.search(self._piece[-HEAD_BYTES:]) is not None
+        return self.done or self._finished or _FINISH.search(self._last_data) is not None
 
     def _take(self) -> bytes:
         taken = self._out[0] if len(self._out) == 1 else b"".join(self._out)
@@ -226,6 +227,7 @@ class EventStream:
             self.error = EngineError.of_event(event.type, data)
             if self.error is not None:
                 return False
+        self._finished = self._finished or _FINISH.search(data[-HEAD_BYTES:]) is not None
         head = data[:HEAD_BYTES]
         if _is_content(event.type, head):
             self.parts += 1

@@ -46,7 +46,7 @@ class RestBuilder:
         self._with_ids = has_ids(text)
 
     def of_engines(self, kind: EngineKind, model_id: str) -> None:
-        """Set what the engines are: it decides how they read a conversation."""
+        """Set the engines' kind and model, which decide how they read a conversation."""
         self.text = self.text.of_engines(kind, model_id, self.text.tenant_id)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:

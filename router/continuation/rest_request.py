@@ -66,7 +66,7 @@ def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> 
     ids. `prompt_tokens`: of the prompt, or a guess."""
     options = text.body.get("stream_options")
     if text.api not in (Api.CHAT, Api.COMPLETIONS, Api.TOKENS):
-        return {}  # not there, or there anyway
+        return {}  # these APIs have no such option, or always count
     if options is not None and not isinstance(options, dict):
         return {}  # the engine refuses it
     options = {**(options or {}), "include_usage": True}

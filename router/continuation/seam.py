@@ -316,14 +316,14 @@ class Seam:
         return self.builder.find(finished=self._finished, most_parts=most_parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
-        """From now on, events belong to the answer to a request for the rest. `tokens`: of the answer before it."""
+        """Continue with another engine's answer, to which all later events belong. `tokens`: those of the answer so far."""
         sent = self._sent
         sent.repeat_from(rest.parts)
         self._base_letters = sent.letters
         self.usage.before = tokens
         self._by_ids = rest.by_ids
         self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
-        if self._form is not None and rest.markers is not None:  # its engines count at the end
+        if self._form is not None and rest.markers is not None:  # engines report these only at the end
             self.usage.apart, self.usage.details = rest.apart, {"reasoning_tokens": rest.thought}
         self._misfit = Why.TEMPLATE if rest.is_known else Why.TOKENS
         exact = self._chat and not rest.by_ids and rest.lag == 0 and self.usage.prompt_tokens is not None

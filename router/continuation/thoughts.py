@@ -61,7 +61,7 @@ class Thoughts:
         self._between = self._fresh = False
 
     def join(self, reasoning: str, content: str) -> str:
-        """A part of the first engine. Raises CannotContinue for reasoning behind content."""
+        """Add a part of the first engine's answer. Raises CannotContinue for reasoning behind content."""
         if reasoning:
             if self.reasoned and not self.thinks:
                 raise CannotContinue(Why.REASONING)

@@ -23,7 +23,7 @@ def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
     several, an engine would use the same source and id for each."""
     if text is None or not text.api.is_checked or text.prompts != 1 or text.choices != 1:
         return read
-    return replace(read, prompt=replace(read.prompt, fetch_by=CARRIED_OUT))
+    return RequestPrompt(replace(read.prompt, fetch_by=CARRIED_OUT), read.prompt_tokens, read.untokenized)
 
 
 def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:

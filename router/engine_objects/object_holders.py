@@ -55,7 +55,7 @@ class ObjectHolders:
             return records[among[0]]
         if use.lists:
             raise InvalidValue(
-                f"this would list the objects of one engine, of {len(among)} engines; ask for an object by its id"
+                f"this would list the objects of only one of {len(among)} engines; ask for an object by its id"
             )
         holders = {await self._holder(id, tenant_id): id for id in use.ids}
         if len(holders) > 1:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.runtime.json_text import decode
+from kvatlas_router.tokens.text_request import is_large
 
 MOST_ID = 256
 """No engine makes longer ids."""
-MOST_READ_BYTES = 1 << 20
-"""Longer bodies are not decoded."""
+MOST_ANSWER_BYTES = 1 << 20
+"""Longer answers are not decoded."""
 
 _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "conversations", "vector_stores")
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
 """Their paths, as Starlette writes them."""
 _OWN = frozenset({"render", "input_tokens", "compact", "runs"})
 """Path parts of `/v1/responses` and `/v1/threads` that are calls, not ids."""
-_PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?")
+_PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?", re.DOTALL)
 _FIELDS = (
     "previous_response_id",
     "conversation",
@@ -41,6 +42,8 @@ _LISTS = ("attachments", "tool_resources")
 """Fields of messages, threads and assistants; each member names objects."""
 _HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
 """Fields that hold parts, tools and messages. `input` is read only at the top level: a tool's `input` is free text."""
+_IN_PLACES = ("file_id", "file_ids", "vector_store_ids")
+"""Fields of parts, tools and attachments that name objects."""
 _MOST_NESTED = 8
 _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_id)"\s*:\s*"([\w.-]{1,256})"')
 
@@ -59,7 +62,7 @@ class ObjectUse:
         """None for a request that uses no such objects. `decoded`: the body of a request for tokens, if already decoded."""
         found = _PATH.fullmatch(path)
         if found is None:
-            ids = [] if decoded is None or not _may_name_files(body) else list(_ids_in_parts(decoded))
+            ids = list(_ids_in_parts(decoded or _decode(body))) if _may_name_files(body) else []
             return cls(_named(ids), kept=False) if ids else None
         decoded = decoded or (_decode(body) if method == "POST" else {})
         ids = [found[1]] if found[1] and found[1] not in _OWN else []
@@ -67,16 +70,21 @@ class ObjectUse:
             ids += _ids_in(decoded.get(field))
         if _may_name_files(body):
             ids += _ids_in_parts(decoded)
-        if len(body) > MOST_READ_BYTES:
+        if is_large(body):
             ids += [id.decode("ascii", "replace") for id in _IN_LONG_BODY.findall(body)]
         kept = decoded.get("store") is not False
         return cls(_named(ids), lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
         """Ids in a successful answer: its object's, and those of files that the object names as its results."""
-        decoded = _decode(body) if self.kept else {}
+        decoded = _decode(body) if self.kept and len(body) <= MOST_ANSWER_BYTES else {}
         ids = [id for name, id in decoded.items() if name == "id" or name.endswith("_file_id")]
         return tuple(id for id in ids if isinstance(id, str) and 0 < len(id) <= MOST_ID)
+
+
+def is_object_field(name: str, within: str | None) -> bool:
+    """True if a field of this name may name an object. `within`: the body's field that has it; None: the body itself."""
+    return name in (_FIELDS if within is None else _IN_PLACES)
 
 
 def response_id(event: bytes) -> str | None:
@@ -91,7 +99,8 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    return b"file_id" in body or b"vector_store_id" in body
+    """True if a name may be there, possibly with escaped letters."""
+    return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 
 def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
@@ -114,7 +123,7 @@ def _ids_in_parts(value: Any, nested: int = _MOST_NESTED) -> Iterator[str]:
 
 
 def _ids_of(value: Any) -> Iterator[str]:
-    for field in ("file_id", "file_ids", "vector_store_ids") if isinstance(value, dict) else ():
+    for field in _IN_PLACES if isinstance(value, dict) else ():
         yield from _ids_in(value.get(field))
 
 
@@ -126,7 +135,7 @@ def _ids_in(value: Any) -> Iterable[str]:
 
 
 def _decode(body: bytes) -> Mapping[str, Any]:
-    if len(body) > MOST_READ_BYTES or body.lstrip()[:1] != b"{":
+    if is_large(body) or body.lstrip()[:1] != b"{":
         return {}
     try:
         decoded = decode(body)

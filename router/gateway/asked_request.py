@@ -11,7 +11,7 @@ from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObje
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.gateway.sender import SenderTrust
-from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, is_ambiguous, read_call
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.text_request import parse_object
@@ -94,8 +94,7 @@ class AskedRequest:
 
 async def _read_call(head: RequestHead, body: bytes | None, *, of_tenant: bool) -> EngineCall:
     """Read the call. On a path that is not for inference, a body that no engine would read as JSON passes unchanged."""
-    parts = head.path.split("/")[1:]
-    if _ADMINISTRATION.fullmatch(head.path) or "" in parts[:-1] or {".", ".."} & set(parts):
+    if _ADMINISTRATION.fullmatch(head.path) or is_ambiguous(head.path):
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
     kind = head.first(b"content-type") or ""
     try:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvatlas.telemetry.distribution import Distribution
+from router_client.learning.condition import RequestEnds
 
 
 @dataclass(slots=True)
@@ -10,9 +11,9 @@ class GatewayCounters:
     """Plain integers since the process started.
 
     A gateway's request is picked `by_prompt` (by overlap with the prompt), `by_load` (prompt unknown: no completion, too long,
-    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `refused` (no worker can take
-    it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`: it ended before a decision. `queued`:
-    it waited for a worker with room.
+    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `invalid` (its client's fault),
+    `refused` (no worker can take it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`: it ended
+    before a decision. `queued`: it waited for a worker with room.
 
     Picked requests end as `answered` (status 2xx, complete), `failed` (another status), `left` (the answer bypassed the
     picker), or `gone` (the client, gateway or engine disconnected first). `served_elsewhere`: a fallback answered.
@@ -24,6 +25,7 @@ class GatewayCounters:
     by_prompt: int = 0
     by_load: int = 0
     unpublished: int = 0
+    invalid: int = 0
     refused: int = 0
     shed: int = 0
     queued: int = 0
@@ -39,6 +41,12 @@ class GatewayCounters:
     observed: int = 0
     no_address: int = 0
     pick_time: Distribution = field(default_factory=Distribution)
+
+    def read_ends(self) -> RequestEnds:
+        """As the picker's router reports them."""
+        picked = self.by_prompt + self.by_load + self.unpublished
+        lost = self.refused + self.shed + self.queue_full + self.late
+        return RequestEnds(picked + lost, lost, self.gone)
 
     @property
     def in_flight(self) -> int:

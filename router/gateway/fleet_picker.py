@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
+from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import FleetRecord, KvConnector
 from kvatlas.identity import Scope
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -148,13 +148,13 @@ class FleetPicker:
                 salts=self._settings.salts,
             )
         except SenderUnknown as error:
-            self._counters.refused += 1
+            self._counters.invalid += 1
             return Refusal(ErrorKind.FOREIGN, str(error), None)
         except AdministrationPath as error:
-            self._counters.refused += 1
+            self._counters.invalid += 1
             return Refusal(ErrorKind.NO_PATH, str(error), None)
         except InvalidValue as error:
-            self._counters.refused += 1
+            self._counters.invalid += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
         if asked.caller.is_proven:  # nothing says which tenants' prompts a pod without a publisher may see
@@ -162,9 +162,13 @@ class FleetPicker:
         if asked.objects is not None and not candidates.unpublished:
             try:
                 holder = await self._holders.find(asked.objects, candidates.workers, asked.caller.tenant_id)
-            except (ObjectUnknown, InvalidValue, Unreachable) as error:
+            except Unreachable as error:
                 self._counters.refused += 1
-                return _object_refusal(error)
+                return Refusal(ErrorKind.UNAVAILABLE, str(error))
+            except (ObjectUnknown, InvalidValue) as error:
+                self._counters.invalid += 1
+                kind = ErrorKind.NO_OBJECT if isinstance(error, ObjectUnknown) else ErrorKind.INVALID
+                return Refusal(kind, str(error), None)
             if holder is not None:
                 candidates = Candidates(frozenset((holder.endpoint.id,)))
         if not self._prefers_unpublished(candidates):
@@ -346,7 +350,7 @@ class FleetPicker:
                 read = await self._parts.reader.read(call.text, request_id, asked.caller)
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
-        read = self._parts.reader.with_session(read, head.first)
+        read = self._parts.reader.with_session(read, head.headers)
         # the body goes to the decode worker: only a header can tell its sidecar what the prefill worker should fetch
         if self._settings.kv_source_header or not self._settings.prefill_header:
             read = let_fetch(read, call.text)
@@ -366,13 +370,6 @@ class FleetPicker:
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
         return Scope(model_id, tokenizer_id, None, tenant_id or self._parts.catalogue.tenant_id)
-
-
-def _object_refusal(error: KvatlasError) -> Refusal:
-    if isinstance(error, Unreachable):
-        return Refusal(ErrorKind.UNAVAILABLE, str(error))
-    kind = ErrorKind.NO_OBJECT if isinstance(error, ObjectUnknown) else ErrorKind.INVALID
-    return Refusal(kind, str(error), None)
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

@@ -83,10 +83,9 @@ class Refusal:
         headers = {"content-type": "application/json"}
         return headers if self.retry_after_s is None else {**headers, "retry-after": str(self.retry_after_s)}
 
-    @property
-    def body(self) -> bytes:
-        """An error in the format of OpenAI's API."""
-        return json.dumps(error_body(self.kind, self.line)).encode()
+    def body(self, path: str) -> bytes:
+        """An error in the form of the path's API."""
+        return json.dumps(error_body(path, self.kind, self.line)).encode()
 
 
 class PickedRequest(Protocol):

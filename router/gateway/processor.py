@@ -159,7 +159,7 @@ class _Stream:
             self._ended = True
             self._metrics.record_refusal(picked.kind.status)
             describe_answer(self._span, picked.kind.status, None)
-            await self._send(refusal(picked.kind.status, picked.headers, picked.body))
+            await self._send(refusal(picked.kind.status, picked.headers, picked.body(head.path)))
             return False
         self._picked = picked
         self._attributes = self._metrics.record_begin(picked.labels)
@@ -179,7 +179,7 @@ class _Stream:
 
     async def _pick(self, ask: AskDestination, head: RequestHead, *, may_change: bool) -> PickedRequest | Refusal:
         if ask.too_long:
-            self._counters.refused += 1
+            self._counters.invalid += 1
             most = self._settings.most_body_bytes
             return Refusal(
                 ErrorKind.TOO_LONG, f"the body has more than {most} bytes, the limit of --max-body-mib", None

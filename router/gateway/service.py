@@ -25,8 +25,8 @@ from kvatlas_router.gateway.sender import SenderTrust
 from kvatlas_router.gateway.server import Addresses, GatewayServer
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
+from kvatlas_router.tenancy.withheld_fields import PRIORITY_HEADER
 from router_client.client import RouterClient
-from router_client.learning.condition import RequestEnds
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
 
 CLOSE_S = 5.0
@@ -68,11 +68,7 @@ async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[Runnin
             await part.start()
             stack.push_async_callback(part.stop)
         counters = GatewayCounters()
-        parts.client.condition.ends = lambda: RequestEnds(
-            counters.by_prompt + counters.by_load + counters.unpublished,
-            counters.refused + counters.shed + counters.queue_full + counters.late,
-            counters.gone,
-        )
+        parts.client.condition.ends = counters.read_ends
         parts.client.condition.proves_tenants = bool(settings.tenant_from)
         stack.enter_context(export_metrics("gateway", counters))
         admission = build_admission(parts, settings, counters, apart=bool(settings.prefill_header))
@@ -119,13 +115,16 @@ def _server(
 ) -> GatewayServer:
     most_body_bytes = settings.max_body_mib << 20
     waits_s = settings.queue_wait_s if settings.queue_requests else 0.0
+    # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
+    withheld = {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""}
+    if settings.tenant_from:  # a request's id comes from the gateway
+        withheld.add(PRIORITY_HEADER.decode())
     processing = ProcessorSettings(
         ResponseMode(settings.response_mode),
         settings.pick_deadline_ms / 1_000 + waits_s,
         most_body_bytes,
         settings.conformance,
-        # llm-d's routing sidecars trust a header that names the prefill worker, whichever client sent it
-        {*WITHHELD_HEADERS, settings.prefill_header.lower(), settings.kv_source_header.lower()} - {""},
+        withheld,
     )
     addresses = Addresses(settings.host, settings.port, settings.health_port, credentials, settings.share_port)
     metrics = FieldMetrics(settings.pool_name, picker.ready_endpoints)
@@ -186,5 +185,5 @@ def settings_trust(settings: GatewaySettings) -> SenderTrust:
     except InvalidValue as error:
         raise SettingsError(f"--tenant-from is {error}") from None
     if not settings.tenant_from:
-        _log.info("every request counts as the tenant of --tenant-id; to separate tenants, set --tenant-from")
+        _log.info("every request belongs to the tenant of --tenant-id; to separate tenants, set --tenant-from")
     return trust

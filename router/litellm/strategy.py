@@ -108,7 +108,9 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         is released after this time if LiteLLM does not report its end, as for streams that are not read to the end."""
         super().__init__()
         self.counters = LitellmCounters()
-        self.instance = uuid4().hex  # LiteLLM drops a callback if one of its class has equal public values
+        self.instance = (
+            uuid4().hex
+        )  # LiteLLM drops a callback that equals another of its class in all public attributes
         self._router = router
         self._client = client
         self._prompts = PromptReader(tokenizer, ChainCache(), reading)

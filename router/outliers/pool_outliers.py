@@ -12,8 +12,8 @@ doubtful if its worker is ejected, or refuses so much more than the others that 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
+from kvatlas.dataclass import dataclass
 from kvatlas.outliers.store import CLAIM_S, HALF_LIFE_S, OutlierChange, OutlierRecord, Verdict
 
 LEAST_BAD = 2.5

@@ -56,12 +56,11 @@ class Probe(StrEnum):
 
 
 @dataclass(slots=True)
-class _Work:
-    """A request at the engine. `began`: a byte of its answer arrived."""
+class _Waiting:
+    """A request at the engine without a byte of its answer."""
 
     sent: float
     bounds: Bounds
-    began: bool = False
 
 
 @dataclass(slots=True)
@@ -90,12 +89,15 @@ class EngineProgress:
         self.stalled_at: float | None = None
         """When it became stalled; None if it is not."""
         self.may_be_probed = True
-        self._work: dict[Hashable, _Work] = {}
+        self._waiting: dict[Hashable, _Waiting] = {}
+        self._begun: set[Hashable] = set()
+        """Requests whose answers have begun. Thousands may be open, so nothing looks at all of them."""
         self._left, self._left_at = 0, 0.0
         self._quiet_since: float | None = None
         """When the silence began; None if it has no work."""
         self._deadlines: _Deadlines | None = None
-        """Deadlines of the requests that wait for a first byte; None if there are none."""
+        """See `_find_deadlines`, which sets them if they are not known: each part of an answer changes them."""
+        self._knows_deadlines = True
         self._doubted_at: float | None = None
         """When the first probe since the last progress was sent."""
         self._probe_at: float | None = None
@@ -112,37 +114,36 @@ class EngineProgress:
             self._quiet_since = now
         if self.is_stalled and self._trial is None:
             self._trial = key
-        self._work[key] = _Work(now, bounds)
-        self._count(bounds, now)
+        self._deadlines = _extend(self._find_deadlines(), bounds, now)
+        self._waiting[key] = _Waiting(now, bounds)
 
     def receive(self, key: Hashable, now: float) -> float | None:
         """Record a computed byte of a request's answer. Returns the seconds to the first byte, if it is the first."""
-        work = self._work.get(key)
-        is_first = work is not None and not work.began
-        if work is not None:
-            work.began = True
+        first = self._waiting.pop(key, None)
+        if first is not None:
+            self._begun.add(key)
         self._progress(now)
-        return now - work.sent if work is not None and is_first else None
+        return None if first is None else now - first.sent
 
     def end(self, key: Hashable, now: float) -> None:
         """Record that a request is over: answered, refused, or sent elsewhere."""
-        self._work.pop(key, None)
+        self._begun.discard(key)
+        if key in self._waiting:
+            self._find_deadlines()  # it counts until the next progress
+            del self._waiting[key]
         if key == self._trial:
             self._trial, self._trial_at = None, now + TRIAL_EVERY_S
         self._rest_if_idle()
 
     def renew(self, bounds: Mapping[Hashable, Bounds]) -> None:
         """Replace the bounds of these requests, since more is known about their times."""
-        self._deadlines = None
-        for key, work in self._work.items():
-            work.bounds = bounds.get(key, work.bounds)
-            if not work.began:
-                self._count(work.bounds, max(self._quiet_since or work.sent, work.sent))
+        for key, waiting in self._waiting.items():
+            waiting.bounds = bounds.get(key, waiting.bounds)
+        self._deadlines, self._knows_deadlines = None, False
 
     def leave(self, key: Hashable, now: float) -> None:
         """Record that a request's client left."""
-        work = self._work.get(key)
-        if work is not None and not work.began:
+        if key in self._waiting:
             self._left, self._left_at = self._left + 1, now
         self.end(key, now)
 
@@ -153,15 +154,16 @@ class EngineProgress:
 
     def skip(self, seconds: float, now: float) -> None:
         """Discount a time in which the observer did not look."""
+        deadlines = self._find_deadlines()
         if self._quiet_since is not None:
             self._quiet_since = min(now, self._quiet_since + seconds)
         if self._doubted_at is not None:
             self._doubted_at = min(now, self._doubted_at + seconds)
-        if (deadlines := self._deadlines) is not None:
+        if deadlines is not None:
             deadlines.closes_at, deadlines.suspect_at = deadlines.closes_at + seconds, deadlines.suspect_at + seconds
             deadlines.stall_at += seconds
-        for work in self._work.values():
-            work.sent = min(now, work.sent + seconds)
+        for waiting in self._waiting.values():
+            waiting.sent = min(now, waiting.sent + seconds)
 
     def send_probe(self, now: float) -> None:
         """Record that a probe is sent."""
@@ -188,13 +190,13 @@ class EngineProgress:
 
     def judge(self, now: float) -> State:
         """Update and return the state."""
-        if not self._work and self._left and now - self._left_at > LEFT_S:
+        if not self._has_work and self._left and now - self._left_at > LEFT_S:
             self._left = 0
             self._rest_if_idle()
         if self.is_stalled or self._quiet_since is None:
             return self.state
         suspect_at, stall_at = self._suspect_and_stall()
-        if now < suspect_at or not (self._work or self._left >= LEAST_LEFT):
+        if now < suspect_at or not (self._has_work or self._left >= LEAST_LEFT):
             return self.state
         self.state = State.SUSPECTED
         if now >= stall_at and self._is_sure(stall_at - suspect_at, now):
@@ -233,38 +235,51 @@ class EngineProgress:
 
     def _progress(self, at: float) -> None:
         self.state, self.stalled_at, self.may_be_probed = State.ALIVE, None, True
-        self._left, self._trial, self._deadlines = 0, None, None
+        self._left, self._trial = 0, None
+        self._deadlines, self._knows_deadlines = None, False
         self._doubted_at, self._probe_at, self._next_probe_at = None, None, 0.0
-        self._quiet_since = at if self._work else None
-        for work in self._work.values():
-            if not work.began:
-                self._count(work.bounds, max(at, work.sent))
+        self._quiet_since = at if self._has_work else None
 
-    def _count(self, bounds: Bounds, at: float) -> None:
-        if self._deadlines is None:
-            self._deadlines = _Deadlines.of(bounds, at)
-        else:
-            self._deadlines.add(bounds, at)
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._begun)
+
+    def _find_deadlines(self) -> _Deadlines | None:
+        """Deadlines of the requests that wait for a first byte; None if there are none."""
+        if not self._knows_deadlines:
+            self._knows_deadlines = True
+            for waiting in self._waiting.values():
+                at = max(self._quiet_since or waiting.sent, waiting.sent)
+                self._deadlines = _extend(self._deadlines, waiting.bounds, at)
+        return self._deadlines
 
     def _rest_if_idle(self) -> None:
         """Return to ALIVE if no work is left, since silence then proves nothing."""
-        if not self._work and not self._left and not self.is_stalled:
+        if not self._has_work and not self._left and not self.is_stalled:
             self._quiet_since = self._deadlines = self._doubted_at = self._probe_at = None
+            self._knows_deadlines = True
             self.state = State.ALIVE
 
     def _suspect_and_stall(self) -> tuple[float, float]:
         """The times at which it becomes suspected and stalled, unless it makes progress first."""
-        if self._deadlines is not None:
-            return self._deadlines.suspect_at, self._deadlines.stall_at
+        if (deadlines := self._find_deadlines()) is not None:
+            return deadlines.suspect_at, deadlines.stall_at
         assert self._quiet_since is not None
         return self._quiet_since + BEGUN.suspect_s, self._quiet_since + BEGUN.stall_s
 
     def _is_sure(self, seconds: float, now: float) -> bool:
         """True if probes stayed unanswered for this time, or for an engine that can't be probed, if a request waits for longer
         than its own bound."""
-        waiting = [work for work in self._work.values() if not work.began]
         if self.may_be_probed:
-            seconds = seconds if self._work else 2 * seconds
+            seconds = seconds if self._has_work else 2 * seconds
             return self._doubted_at is not None and now - self._doubted_at >= seconds
         since = self._quiet_since or 0.0
-        return any(now >= max(since, work.sent) + work.bounds.stall_s for work in waiting)
+        return any(now >= max(since, one.sent) + one.bounds.stall_s for one in self._waiting.values())
+
+
+def _extend(deadlines: _Deadlines | None, bounds: Bounds, at: float) -> _Deadlines:
+    """The deadlines with those of one more request."""
+    if deadlines is None:
+        return _Deadlines.of(bounds, at)
+    deadlines.add(bounds, at)
+    return deadlines

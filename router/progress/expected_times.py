@@ -13,7 +13,9 @@ Before ENOUGH answers, nothing is known: stall is UNKNOWN_S, or 3 x the predicti
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from kvatlas.dataclass import dataclass
 
 MEMORY = 64
 ENOUGH = 12

@@ -6,8 +6,7 @@ Each router judges by its own observations. An engine's counters show within sec
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvatlas.fleet.records import FleetRecord
@@ -94,19 +93,6 @@ class ProgressMonitor:
             self._forget(worker_id)
 
     # ------------------------------------------------------------ requests
-
-    @contextmanager
-    def watch(self, sent: SentTry) -> Iterator[WatchedTry]:
-        """Watch the current task's request to an engine. A cancellation other than by `WatchedTry.give_up` means that its
-        client left."""
-        watched = self.send(sent, asyncio.current_task())
-        try:
-            yield watched
-        except asyncio.CancelledError:
-            watched.leave()
-            raise
-        finally:
-            watched.end()
 
     def send(self, sent: SentTry, task: "asyncio.Task[object] | None" = None) -> WatchedTry:
         """Watch a request to an engine until `end` or `leave` is called. `task`: the one that waits for the answer; it

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+from kvatlas.dataclass import dataclass
 
 STREAMED, WHOLE = "streamed", "whole"
 

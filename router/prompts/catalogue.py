@@ -93,26 +93,20 @@ class Catalogue:
     async def unfit_for(self, name: str | None) -> Mapping[str, str]:
         """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
         served = await self._find(name)
-        if name is None or served is None:
-            return {}
-        records = await self._read_current()
-        key = served, name
-        if key not in self._unfit:
-            self._unfit[key] = self._find_unfit(served, name, records)
-        return self._unfit[key]
+        return {} if name is None or served is None else self._unfit_for(served, name)
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
         """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
         served = await self._find(request.model)
         if served is None:
             return ()
-        unfit = await self.unfit_for(request.model)
-        records = (await self._read_current()).items()
+        records = self._current()
         key = served, request.model, request.tenant_id or self.tenant_id
         if key not in self._asked:
+            unfit = {} if request.model is None else self._unfit_for(served, request.model)
             urls = {
                 r.endpoint.url
-                for id, r in records
+                for id, r in records.items()
                 if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(key[2])
             }
             self._asked[key] = sorted(urls - {""})
@@ -204,16 +198,17 @@ class Catalogue:
     # ------------------------------------------------------------ names
 
     async def _find(self, name: str | None) -> ServedModel | None:
-        found = await self._find_known(name)
+        await self._read_records()
+        found = self._find_known(name)
         if found is None and await self._look_again():
-            found = await self._find_known(name)
+            found = self._find_known(name)
         if found is None and name is not None:
             await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
-            found = await self._find_known(name)
+            found = self._find_known(name)
         return found
 
-    async def _find_known(self, name: str | None) -> ServedModel | None:
-        records = (await self._read_current()).values()
+    def _find_known(self, name: str | None) -> ServedModel | None:
+        records = self._current().values()
         if (known := self._served.get(name)) is None and (known := self._find_among(name, records)) is not None:
             self._served[name] = known
         return known
@@ -237,6 +232,12 @@ class Catalogue:
                 adapter_id = listed if card.get("parent") else None
                 found.append((endpoint.model_id, endpoint.tokenizer_id, adapter_id))
         return ServedModel(*min(found, key=lambda one: one[:2])) if found else None
+
+    def _unfit_for(self, served: ServedModel, name: str) -> Mapping[str, str]:
+        records, key = self._current(), (served, name)
+        if key not in self._unfit:
+            self._unfit[key] = self._find_unfit(served, name, records)
+        return self._unfit[key]
 
     def _find_unfit(self, served: ServedModel, name: str, records: Mapping[str, FleetRecord]) -> Mapping[str, str]:
         unfit: dict[str, str] = {}
@@ -270,9 +271,9 @@ class Catalogue:
 
     # ------------------------------------------------------------ records
 
-    async def _read_current(self) -> Mapping[str, FleetRecord]:
+    def _current(self) -> Mapping[str, FleetRecord]:
         """The last-read records; what was derived from other records or lists is forgotten."""
-        records, (of, version) = await self._read_records(), self._derived_from
+        records, (of, version) = self._last.records, self._derived_from
         if of is not records or version != self._lists.version or len(self._asked) > MOST_TENANTS:
             self._derived_from = records, self._lists.version
             self._served, self._unfit, self._asked = {}, {}, {}

@@ -1,6 +1,6 @@
 """Turns a request's body into its prompt, in the scope of the model that it names."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvatlas.errors import InvalidValue, KvatlasError
@@ -30,6 +30,7 @@ class RequestReader:
     ) -> None:
         self._catalogue = catalogue
         self._prompts = PromptReader(tokenizer, memory, settings)
+        self._session_headers = dict.fromkeys(name.encode() for name in self._prompts.settings.session_headers)
 
     @property
     def salt_is_tenant(self) -> bool:
@@ -61,11 +62,14 @@ class RequestReader:
         """Like `read_length`, in a known scope."""
         return self._prompts.guess(scope, letters, request_id)
 
-    def with_session(self, read: RequestPrompt, header: Callable[[bytes], str | None]) -> RequestPrompt:
-        """The prompt in the session that the request's headers name, if any. `header` looks up a header by its lower-case
-        name."""
-        found = (header(name.encode()) for name in self._prompts.settings.session_headers)
-        session_id = next((value for value in found if is_session_id(value)), None)
+    def with_session(self, read: RequestPrompt, headers: Sequence[tuple[bytes, bytes]]) -> RequestPrompt:
+        """The prompt in the session that the request's headers name, if any; names of headers are in lower case."""
+        given: dict[bytes, bytes] = {}
+        for name, value in headers:
+            if value and name in self._session_headers:
+                given.setdefault(name, value)
+        found = (given[name].decode("latin-1") for name in self._session_headers if name in given)
+        session_id = next(filter(is_session_id, found), None) if given else None
         return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))
 
     async def _scope(self, model: str | None, tenant_id: str | None, caller: Caller) -> Scope:

@@ -1,14 +1,16 @@
 """One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
@@ -38,10 +40,10 @@ from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
     EngineRequest,
+    EngineTry,
     StreamedAnswer,
     WholeAnswer,
     error_refusal,
-    send_to_engine,
 )
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
 from router_client.learning.token_counts import Usage
@@ -97,15 +99,14 @@ class AnswerRelay:
         self._ask_usage = ask_usage
         self._priorities = priorities
 
-    @asynccontextmanager
-    async def send(
+    def send(
         self,
         request: ClientRequest,
         choice: Booked,
         may_move: Callable[[frozenset[str], bool], bool],
         continued: ContinuedAnswer,
-    ) -> AsyncIterator[Answer]:
-        """Send a request to the chosen engine, or to both engines of a pair; see `send_to_engine` and `send_to_pair`.
+    ) -> AbstractAsyncContextManager[Answer]:
+        """Send a request to the chosen engine, or to both engines of a pair; see `EngineTry` and `send_to_pair`.
         `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
@@ -123,16 +124,13 @@ class AnswerRelay:
             assert text is not None
             self._counters.apart += 1
             send = partial(self._send, request, may_move)
-            async with send_to_pair(choice, text.body, to_engine, fields, fetch, send) as answer:
-                yield answer
-            return
+            return send_to_pair(choice, text.body, to_engine, fields, fetch, send)
         if text is not None:
             if self._priorities and choice.kind is EngineKind.VLLM:
                 fields |= _priority_field(request, text, choice)
             body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
             to_engine = replace(to_engine, body=body)
-        async with self._send(request, may_move, choice, to_engine) as answer:
-            yield answer
+        return self._send(request, may_move, choice, to_engine)
 
     @asynccontextmanager
     async def _send(
@@ -144,9 +142,12 @@ class AnswerRelay:
     ) -> AsyncIterator[Answer]:
         credentials = self._addresses.sends_credentials(choice.url)
         with engine_span(to_engine, choice, request.model) as span:
-            watch = self._progress.watch(sent_try(choice, to_engine.path, request.text, may_move))
-            headers = for_engine(request.headers, {**trace_headers(span), **choice.headers}, credentials=credentials)
-            async with send_to_engine(self._engines, watch, choice.url, to_engine, headers) as answer:
+            added = {**trace_headers(span), **choice.headers}
+            of_tenant = not request.is_trusted
+            headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
+            sent = sent_try(choice, to_engine.path, request.text, may_move)
+            watched = self._progress.send(sent, asyncio.current_task())
+            async with EngineTry(self._engines, watched, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 
@@ -192,7 +193,7 @@ class AnswerRelay:
             raise error_refusal(choice.url, stream.error, answer)
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
-        if (goes_on and not stream.done) or _is_cut(request, answer, stream):
+        if (goes_on and not stream.done) or _is_cut(request, stream):
             raise EngineLost(f"{choice.url}: the stream ended before the answer")
         return OpenedAnswer(answer, stream, rest)
 
@@ -283,11 +284,12 @@ class AnswerRelay:
                 raise (
                     EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
                 )
-        elif stream.error is None and _is_cut(request, answer, stream):
+        elif stream.error is None and _is_cut(request, stream):
             raise EngineLost("the stream ended before the answer")
-        await request.send({"type": "http.response.body", "body": rest})
         if stream.error is not None:
+            await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)
+        await request.send({"type": "http.response.body", "body": rest})
         return stream.usage
 
     def _read(self, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
@@ -321,9 +323,10 @@ def _kind_of(choice: Booked) -> EngineKind:
     return (choice.decode if isinstance(choice, PairChoice) else choice).endpoint.kind
 
 
-def _is_cut(request: ClientRequest, answer: StreamedAnswer, stream: EventStream) -> bool:
-    """True if a request's answer lacks its end, and its connection's end may be that of a lost engine."""
-    return request.text is not None and answer.rest.may_be_cut and not stream.finished
+def _is_cut(request: ClientRequest, stream: EventStream) -> bool:
+    """True if a request's answer lacks its end: a finish reason or the final event. A process in between may have ended the
+    engine's stream cleanly for it."""
+    return request.text is not None and not stream.finished
 
 
 async def _report(call: Awaitable[None]) -> None:

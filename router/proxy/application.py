@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
+from kvatlas.runtime.http_guard import ON_LEAVE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
@@ -40,9 +41,9 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import INFERENCE, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call
 from kvatlas_router.proxy.exchange import Exchange
-from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
+from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders, plain_json_type
 from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
@@ -227,45 +228,56 @@ class _ForEngines:
         self._borders = borders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
         path, query = scope["path"], scope["query_string"]
-        if _may_be_another(path):
-            await send_error(send, ErrorKind.NO_PATH, f"{path[:200]}: expected a path without empty or dotted parts")
+        if path not in INFERENCE and (path.endswith("/") or is_ambiguous(path)):
+            line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
+            await send_error(send, path, ErrorKind.NO_PATH, line)
             return
         try:
-            _check_headers(request)
-            body = await request.body()
-            caller, kind = caller_of(scope), request.headers.get("content-type", "")
+            kind = _read_type(scope["headers"])
+            body = await _read_body(receive)
+            caller = caller_of(scope)
             call = await read_call(scope["method"], path, query, kind, body, of_tenant=caller.is_proven)
             if self._borders.salts and caller.is_proven:
                 call = call.salted(path, caller.salted)
         except InvalidValue as error:
-            await send_error(send, ErrorKind.INVALID, str(error))
+            await send_error(send, path, ErrorKind.INVALID, str(error))
             return
         except ClientDisconnect:
             return
         sent_path = path if path in INFERENCE else scope["raw_path"].decode("ascii")
         for_engine = EngineRequest(scope["method"], sent_path, query, call.body)
         headers = plain_json_type(scope["headers"])
-        asked = ClientRequest(call.text, call.model, call.letters, for_engine, headers, receive, send)
+        asked = ClientRequest(call.text, call.model, call.letters, for_engine, headers, scope[ON_LEAVE], send)
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
         await self._exchange.run(asked)
 
 
-def _may_be_another(path: str) -> bool:
-    """True if HTTP software on the way to an engine may normalize the path to one that is not allowed."""
-    return bool({"", ".", ".."} & set(path.split("/")[1:]))
-
-
-def _check_headers(request: Request) -> None:
-    """Check that engines can read the body's encoding, and agree on its type. Raises UnreadableBody."""
-    for name in ("content-encoding", "x-body-compressed"):
-        for value in request.headers.getlist(name):
-            if value.strip().lower() not in ("", "identity"):
-                raise UnreadableBody(f"{name} is {value[:80]!r}; remove it: engines read no compressed bodies")
-    if len(request.headers.getlist("content-type")) > 1:
+def _read_type(headers: RawHeaders) -> str:
+    """The body's type. Raises UnreadableBody unless engines can read its encoding, and agree on its type."""
+    types = []
+    for name, value in headers:
+        if name == b"content-type":
+            types.append(value)
+        elif name in (b"content-encoding", b"x-body-compressed") and value.strip().lower() not in (b"", b"identity"):
+            said = value.decode("latin-1")
+            raise UnreadableBody(f"{name.decode()} is {said[:80]!r}; remove it: engines read no compressed bodies")
+    if len(types) > 1:
         raise UnreadableBody("content-type is given more than once; expected one")
+    return types[0].decode("latin-1") if types else ""
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """The whole body. Raises ClientDisconnect."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _pattern(path: str) -> str:
@@ -305,15 +317,16 @@ def _with_json_errors(
         except (NoWorkers, Unreachable, TooManyHeld) as error:
             kind, line = ErrorKind.UNAVAILABLE, str(error)
         headers = {} if kind.status < 429 else {"Retry-After": str(retry_after_s)}
-        return JSONResponse(error_body(kind, line), kind.status, headers)
+        return JSONResponse(error_body(request.url.path, kind, line), kind.status, headers)
 
     return handled
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The server's own errors in OpenAI's form, such as a wrong method or a body that is too long."""
+    """The server's own errors, such as a wrong method or a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail
-    line = f"{request.method[:20]} {request.scope['path'][:200]}: {detail}"
-    return JSONResponse(error_body(kind, line), error.status_code, dict(error.headers or {}))
+    path = request.scope["path"]
+    line = f"{request.method[:20]} {path[:200]}: {detail}"
+    return JSONResponse(error_body(path, kind, line), error.status_code, dict(error.headers or {}))

@@ -3,25 +3,25 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from urllib.parse import unquote
 
 from opentelemetry.trace import INVALID_SPAN, Span
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Send
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.error_events import error_event
+from kvatlas_router.answers.error_events import error_event, is_seen
 from kvatlas_router.answers.event_parser import can_be_read
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
 from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
-from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
 from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
@@ -30,19 +30,19 @@ _access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
-    """The proxy's own errors in the terms of OpenAI's API: status, type and code."""
+    """The proxy's own errors: status, type and code in OpenAI's API, type in Anthropic's."""
 
-    INVALID = 400, "invalid_request_error", None
-    UNPROVEN = 401, "invalid_request_error", "invalid_api_key"
-    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed"
-    NO_MODEL = 404, "invalid_request_error", "model_not_found"
-    NO_PATH = 404, "invalid_request_error", "unknown_url"
-    NO_OBJECT = 404, "invalid_request_error", "not_found"
-    METHOD = 405, "invalid_request_error", "method_not_supported"
-    TOO_LONG = 413, "invalid_request_error", "request_too_large"
-    BUSY = 429, "rate_limit_error", "rate_limit_exceeded"
-    BAD_GATEWAY = 502, "server_error", "bad_gateway"
-    UNAVAILABLE = 503, "server_error", "service_unavailable"
+    INVALID = 400, "invalid_request_error", None, "invalid_request_error"
+    UNPROVEN = 401, "invalid_request_error", "invalid_api_key", "authentication_error"
+    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed", "permission_error"
+    NO_MODEL = 404, "invalid_request_error", "model_not_found", "not_found_error"
+    NO_PATH = 404, "invalid_request_error", "unknown_url", "not_found_error"
+    NO_OBJECT = 404, "invalid_request_error", "not_found", "not_found_error"
+    METHOD = 405, "invalid_request_error", "method_not_supported", "invalid_request_error"
+    TOO_LONG = 413, "invalid_request_error", "request_too_large", "request_too_large"
+    BUSY = 429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"
+    BAD_GATEWAY = 502, "server_error", "bad_gateway", "api_error"
+    UNAVAILABLE = 503, "server_error", "service_unavailable", "overloaded_error"
 
     @property
     def status(self) -> int:
@@ -59,7 +59,8 @@ class ClientRequest:
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
     `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
-    that it names or makes. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
+    that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
+    had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
     header. `failure`: why the router could not answer. `wait`: its wait in the pool's queue, if any.
     """
 
@@ -68,7 +69,7 @@ class ClientRequest:
     letters: int
     for_engine: EngineRequest
     headers: RawHeaders
-    receive: Receive
+    on_leave: Callable[[Callable[[], None]], None]
     to_client: Send
     began_ns: int = field(default_factory=time.perf_counter_ns)
     status: int | None = None
@@ -80,6 +81,7 @@ class ClientRequest:
     in_event: bool = False
     begun_with: tuple[bytes, bytes] | None = None
     complete: bool = False
+    gone: bool = False
     decision: str = ""
     priority: int | None = None
     prompt_tokens: int = 0
@@ -102,11 +104,6 @@ class ClientRequest:
     @property
     def id(self) -> str | None:
         return self.header(b"x-request-id")
-
-    async def wait_until_gone(self) -> None:
-        """Wait until the client disconnects, or has its whole answer."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""
@@ -142,12 +139,24 @@ class ClientRequest:
         said = EngineError.of_body(answer.body)
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
-    async def refuse(self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        """Send an error of the router's own."""
+    async def end_failed(self, error: EngineError, rest: bytes) -> None:
+        """End a stream with the rest of what the engine sent, the error in it. If the client would not see it, repeat it in its
+        protocol's form."""
+        if is_seen(self.for_engine.path, error):
+            await self.send({"type": "http.response.body", "body": rest})
+        else:
+            await self.send_part(rest)
+            await self.break_off(ErrorKind.BAD_GATEWAY, error.line)
+
+    async def refuse(
+        self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int | None = 1
+    ) -> None:
+        """Send an error of the router's own; see `send_error`."""
         describe_answer(self.span, kind.status, None)
         if self.status is None:
             line = self._told(kind, line)
-            await send_error(self.send, kind, line, param=param, retry_after_s=retry_after_s, added=self._shown())
+            path, added = self.for_engine.path, self._shown()
+            await send_error(self.send, path, kind, line, param=param, retry_after_s=retry_after_s, added=added)
         else:
             await self.break_off(kind, line)
 
@@ -156,11 +165,11 @@ class ClientRequest:
         began and its last event is complete. For any other incomplete answer, the server cuts the connection."""
         if self.complete:
             return
-        line = self._told(kind, line)
+        path, line = self.for_engine.path, self._told(kind, line)
         if self.status is None:
-            await send_error(self.send, kind, line)
+            await send_error(self.send, path, kind, line)
             return
-        event = error_event(self.for_engine.path, error_body(kind, line), self.sent_events) if self.events else None
+        event = error_event(path, error_body(path, kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
 
@@ -176,7 +185,7 @@ class ClientRequest:
         hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
 
-    def log(self, *, gone: bool) -> None:
+    def log(self) -> None:
         """`POST /v1/completions 200, first byte 12.3 ms, 250.1 ms, 4096 bytes; model m; "w1";cached=512;...`"""
         if not _access_log.isEnabledFor(logging.INFO):
             return
@@ -185,7 +194,7 @@ class ClientRequest:
             "%s %s %s, %s, %.1f ms, %d bytes; model %s; %s",
             self.for_engine.method[:20],
             self.for_engine.path[:200],
-            "client gone" if gone else self.status,
+            "client gone" if self.gone else self.status,
             "no answer"
             if self.first_byte_ns is None
             else f"first byte {(self.first_byte_ns - self.began_ns) / 1e6:.1f} ms",
@@ -195,11 +204,14 @@ class ClientRequest:
             self.decision or self.failure or "no worker",
         )
 
+    @property
+    def is_trusted(self) -> bool:
+        """True for any sender without a clients file, otherwise only for a gateway."""
+        return self.caller.is_front or not self.caller.is_proven
+
     def trusted_header(self, name: bytes) -> str | None:
-        """Like `header`, but None unless the sender is trusted: any sender without a clients file, otherwise only a
-        gateway."""
-        caller = self.caller
-        return self.header(name) if caller.is_front or not caller.is_proven else None
+        """Like `header`, but None unless the sender is trusted."""
+        return self.header(name) if self.is_trusted else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
         """Count its prompt and its expected answer. Raises OverLimit."""
@@ -240,17 +252,29 @@ async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -
 
 
 async def send_error(
-    send: Send, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int = 1, added: RawHeaders = ()
+    send: Send,
+    path: str,
+    kind: ErrorKind,
+    line: str,
+    *,
+    param: str | None = None,
+    retry_after_s: int | None = 1,
+    added: RawHeaders = (),
 ) -> None:
-    """Send an error in the format of OpenAI's API."""
+    """Send an error in the form of the path's API. `retry_after_s=None`: the same request never passes, so that the SDKs of
+    OpenAI and Anthropic must not send it again."""
     headers = [(b"content-type", b"application/json"), *added]
-    if kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
+    if retry_after_s is None:
+        headers.append((b"x-should-retry", b"false"))
+    elif kind in (ErrorKind.BUSY, ErrorKind.UNAVAILABLE):
         headers.append((b"retry-after", str(retry_after_s).encode()))
-    body = json.dumps(error_body(kind, line, param)).encode()
+    body = json.dumps(error_body(path, kind, line, param)).encode()
     await send_answer(send, WholeAnswer(kind.status, headers, body))
 
 
-def error_body(kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
-    """The JSON body of an error in OpenAI's format."""
-    _, type_, code = kind.value
+def error_body(path: str, kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
+    """The JSON body of an error in the form of the path's API, Anthropic's or OpenAI's."""
+    _, type_, code, anthropics_type = kind.value
+    if path.startswith(Api.MESSAGES.value):
+        return {"type": "error", "error": {"type": anthropics_type, "message": line}}
     return {"error": {"message": line, "type": type_, "param": param, "code": code}}

@@ -8,7 +8,7 @@ from kvatlas_router.continuation.reasons import Why
 
 @dataclass(slots=True)
 class ContinuationCounters:
-    """Plain integers since the router started: streams whose engine died in mid-answer. `resumed`: another worker went on (each
+    """Plain integers since the router started: streams whose engine died mid-answer. `resumed`: another worker went on (each
     time). The others ended with an error, by `Why`."""
 
     resumed: int = 0

@@ -1,17 +1,16 @@
 """Reads what a router needs to find a worker for a request: the model that it names, and its prompt's approximate length."""
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
 from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.large_body import find_model
-from kvatlas_router.tenancy.withheld_fields import FIELDS as TENANTS_FIELDS
-from kvatlas_router.tenancy.withheld_fields import withheld_from_tenants
+from kvatlas_router.tenancy.withheld_fields import withhold_from_tenants
 from kvatlas_router.tokens.text_request import Api, TextRequest, is_large
 from router_client.pricing.transfer_protocol import replace_fields, withdraw_transfer_fields
 
@@ -90,19 +89,17 @@ async def read_call(
     Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
     """
     if path in FORMS or (path not in INFERENCE and _is_form(content_type)):
-        return EngineCall(find_form_model(content_type, body) or _model_in_query(query), body)
+        return EngineCall(find_form_model(content_type, body, of_tenant=of_tenant) or _model_in_query(query), body)
     letters = min(len(body), MOST_LETTERS)
     if not body:
         return EngineCall(_model_in_query(query), body)
     if is_large(body):
-        refused = TENANTS_FIELDS if of_tenant else frozenset()
-        return EngineCall(await find_model(body, refused) or _model_in_query(query), body, letters)
+        return EngineCall(await find_model(body, of_tenant=of_tenant) or _model_in_query(query), body, letters)
     decoded, body = read_object(body)
     withdrawn = withdraw_transfer_fields(decoded)
     body, decoded = replace_fields(decoded, body, withdrawn), {**decoded, **withdrawn}
-    if of_tenant and (foreign := withheld_from_tenants(path, decoded)):
-        decoded = {name: value for name, value in decoded.items() if name not in foreign}
-        body = json.dumps(decoded).encode()
+    if of_tenant:
+        decoded, body = withhold_from_tenants(path, body, decoded)
     has_embeddings_only = decoded.get("prompt_embeds") and not decoded.get("prompt")  # vLLM's
     reads = method == "POST" and path in _APIS and not has_embeddings_only
     if reads and (text := _read_text(Api(path), decoded)) is not None:
@@ -122,6 +119,13 @@ def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
         if api.is_checked:
             raise
         return None
+
+
+def is_ambiguous(path: str) -> bool:
+    """True for a decoded path that an engine, or HTTP software before it, may take for another one: it has empty or dotted
+    parts, or characters that are not printable, such as the line end that Python's `$` ignores at the end."""
+    parts = path.split("/")[1:]
+    return "" in parts[:-1] or bool({".", ".."} & set(parts)) or not path.isprintable()
 
 
 def _is_form(content_type: str) -> bool:

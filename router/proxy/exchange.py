@@ -4,12 +4,11 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-
-from opentelemetry.trace import use_span
+from functools import partial
+from typing import Any
 
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.identity import Scope
-from kvatlas.runtime.background_task import end_tasks
 from kvatlas.telemetry import sampled_context, step_span
 from kvatlas.telemetry.duration_series import OTHER, Durations
 from kvatlas_router.admission.admission import Admission
@@ -60,7 +59,7 @@ class Exchange:
         self._tries = tries
         self._counters = counters
         self._settings = settings or ExchangeSettings()
-        self._running: dict[asyncio.Task[None], ClientRequest] = {}
+        self._running: dict[asyncio.Task[Any], ClientRequest] = {}
         self._cutting = False
         self._durations = Durations(
             "http_request", ("http.request.method", "http.route", "http.response.status_code"), {"url.scheme": "http"}
@@ -89,29 +88,32 @@ class Exchange:
     async def run(self, request: ClientRequest) -> None:
         """Answer one request. If the client disconnects, all its work is cancelled, on the engine too."""
         self._counters.requests += 1
-        answering = asyncio.ensure_future(self._answer(request))
-        leaving = asyncio.ensure_future(request.wait_until_gone())
+        answering, sent, is_cut = asyncio.current_task(), request.for_engine, False
+        assert answering is not None
         self._running[answering] = request
-        gone = False
-        try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and request.complete:
-                await asyncio.wait((answering,))  # only the report to the other routers is left
-            elif not answering.done():
-                gone = True
-                self._counters.gone += 1
-        finally:
-            await end_tasks([answering, leaving])
-            del self._running[answering]
-            with use_span(request.span):
+        request.on_leave(partial(self._let_go, request, answering))
+        with request_span(sent.path, request.headers, method=sent.method, model=request.model) as request.span:
+            try:
+                await self._answer(request)
+            except asyncio.CancelledError:
+                if not (self._cutting or request.gone):
+                    raise
+                is_cut = not request.gone
+            finally:
+                del self._running[answering]
                 self._record_end(request)
                 if self._settings.access_log:
-                    request.log(gone=gone)
-        if not answering.cancelled():
-            answering.result()
-        elif self._cutting and not gone:
+                    request.log()
+        if is_cut:
             self._counters.cut += 1
             await request.break_off(ErrorKind.UNAVAILABLE, "the router is stopping; send the request again")
+
+    def _let_go(self, request: ClientRequest, answering: "asyncio.Task[Any]") -> None:
+        """Cancel what is done for a client that left, unless only the report to the other routers is left."""
+        if not request.complete:
+            request.gone = True
+            self._counters.gone += 1
+            answering.cancel()
 
     def _record_end(self, request: ClientRequest) -> None:
         sent = request.for_engine
@@ -135,44 +137,41 @@ class Exchange:
         return len(self._running)
 
     async def _answer(self, request: ClientRequest) -> None:
-        sent = request.for_engine
-        with request_span(sent.path, request.headers, method=sent.method, model=request.model) as span:
-            request.span = span
-            try:
-                hints = RequestHintHeaders.read(request.headers) if self._heeds_hints(request) else None
-                read = await self._read(request)
-            except UnknownModel as error:
-                await request.refuse(ErrorKind.NO_MODEL, str(error), param="model")
-                return
-            except ObjectUnknown as error:
-                await request.refuse(ErrorKind.NO_OBJECT, str(error))
-                return
-            except InvalidValue as error:
-                await request.refuse(ErrorKind.INVALID, str(error))
-                return
-            except Unreachable as error:
-                await request.refuse(ErrorKind.UNAVAILABLE, str(error))
-                return
-            request.prompt_tokens = read.prompt.input_tokens
-            try:
-                await request.take_tokens(read.prompt)
-            except OverLimit as error:
-                await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)
-                return
-            if hints is not None:
-                request.priority = hints.priority if request.priority is None else request.priority
+        try:
+            hints = RequestHintHeaders.read(request.headers) if self._heeds_hints(request) else None
+            read = await self._read(request)
+        except UnknownModel as error:
+            await request.refuse(ErrorKind.NO_MODEL, str(error), param="model")
+            return
+        except ObjectUnknown as error:
+            await request.refuse(ErrorKind.NO_OBJECT, str(error))
+            return
+        except InvalidValue as error:
+            await request.refuse(ErrorKind.INVALID, str(error))
+            return
+        except Unreachable as error:
+            await request.refuse(ErrorKind.UNAVAILABLE, str(error))
+            return
+        request.prompt_tokens = read.prompt.input_tokens
+        try:
+            await request.take_tokens(read.prompt)
+        except OverLimit as error:
+            await request.refuse(ErrorKind.BUSY, str(error), retry_after_s=error.retry_after_s)
+            return
+        if hints is not None:
+            request.priority = hints.priority if request.priority is None else request.priority
 
-            def complete(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
-                read = let_fetch(self._reader.with_session(read, request.header), text)
-                return read if hints is None else replace(read, prompt=hints.apply(read.prompt))
+        def complete(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
+            read = let_fetch(self._reader.with_session(read, request.headers), text)
+            return read if hints is None else replace(read, prompt=hints.apply(read.prompt))
 
-            async def read_prompt(text: TextRequest) -> RequestPrompt:
-                return complete(await self._reader.read(text, request.id, request.caller), text)
+        async def read_prompt(text: TextRequest) -> RequestPrompt:
+            return complete(await self._reader.read(text, request.id, request.caller), text)
 
-            await self._tries.run(request, complete(read, request.text), read_prompt)
+        await self._tries.run(request, complete(read, request.text), read_prompt)
 
     def _heeds_hints(self, request: ClientRequest) -> bool:
-        return self._settings.request_hints and (request.caller.is_front or not request.caller.is_proven)
+        return self._settings.request_hints and request.is_trusted
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
         """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""

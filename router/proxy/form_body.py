@@ -4,6 +4,7 @@ from email.message import Message
 from email.parser import BytesHeaderParser
 
 from kvatlas_router.proxy.json_body import UnreadableBody
+from kvatlas_router.tenancy.withheld_fields import is_refused
 from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 
 MAX_FIELDS = 1_000
@@ -11,7 +12,7 @@ MAX_HEAD_BYTES = 4_096
 MAX_NAME_BYTES = 1_024
 
 
-def find_form_model(content_type: str, body: bytes) -> str | None:
+def find_form_model(content_type: str, body: bytes, *, of_tenant: bool = False) -> str | None:
     """The last field `model`, which engines use; None without one.
 
     Raises UnreadableBody for a form that two parsers may read differently, and NotForClients for a field that clients must not
@@ -32,7 +33,7 @@ def find_form_model(content_type: str, body: bytes) -> str | None:
                 "the form has a field without an end; expected the boundary and two hyphens at its end"
             )
         name = _field_name(body[at + 2 : head_end + 4])
-        if name in WITHHELD:
+        if name in WITHHELD or (of_tenant and is_refused(name, None)):
             raise NotForClients(f"the form has a field {name}, which clients must not send; remove it")
         if name == "model":
             value = body[head_end + 4 : end][:MAX_NAME_BYTES]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_of
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.tenancy.withheld_fields import HEADERS as TENANTS_HEADERS
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
-from router_client.decision.request_hints import HINT_HEADERS
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.slo import Advice
 from router_client.pricing.transfer_protocol import WITHHELD_HEADERS
@@ -30,7 +30,7 @@ _OWN = {
     b"transfer-encoding",
     b"upgrade",
 }
-# hints are for the router; a client's own rank would lead to a worker other than the booked one.
+# a client's own rank would lead to a worker other than the booked one.
 # bodies with an encoding are refused, so a remaining `content-encoding` says `identity`
 _REQUEST_OWN = {
     *_OWN,
@@ -40,7 +40,6 @@ _REQUEST_OWN = {
     b"content-encoding",
     b"expect",
     *(name.encode() for name in WITHHELD_HEADERS),
-    *HINT_HEADERS,
 }
 _JSON = b"application/json"
 _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*", re.IGNORECASE)
@@ -57,17 +56,25 @@ _OUR_PREFIX = b"x-kvatlas-"
 
 
 def for_engine(
-    headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool
+    headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool, of_tenant: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's.
+    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's. `of_tenant`:
+    leave out what tenants' clients may not say. What only routers read (hints, a tenant) reaches no engine.
 
     Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
     """
     extra = {name.lower().encode(): value.encode() for name, value in added.items()}
     listed = list(headers)
-    secret = set() if credentials else _CREDENTIALS
-    left_out = _REQUEST_OWN | secret | extra.keys() | _named_by_connection(listed)
-    kept = [(name, _CONTROLS.sub(b" ", value)) for name, value in listed if name.lower() not in left_out]
+    left_out = _REQUEST_OWN | extra.keys() | _named_by_connection(listed)
+    if not credentials:
+        left_out |= _CREDENTIALS
+    if of_tenant:
+        left_out |= TENANTS_HEADERS
+    kept = [
+        (name, _CONTROLS.sub(b" ", value))
+        for name, value in listed
+        if (lower := name.lower()) not in left_out and not lower.startswith(_OUR_PREFIX)
+    ]
     # the proxy reads answers, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
 

@@ -7,9 +7,10 @@ routed only by its length.
 import asyncio
 import json
 import re
-from collections.abc import Collection
 
+from kvatlas_router.engine_objects.object_use import is_object_field
 from kvatlas_router.proxy.json_body import UnreadableBody
+from kvatlas_router.tenancy.withheld_fields import is_refused
 from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 
 SLICE_BYTES = 256 * 1024
@@ -25,11 +26,11 @@ _COLON = re.compile(rb"\s*:")
 _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
-async def find_model(body: bytes, refused: Collection[str] = ()) -> str | None:
+async def find_model(body: bytes, *, of_tenant: bool = False) -> str | None:
     """The text under `model` in a JSON object; None without one. The engine judges the rest of the body.
 
     Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
-    WITHHELD at any depth, or one of `refused` in the object itself.
+    WITHHELD at any depth, and `of_tenant` for one that tenants' clients may not send, or that names an engine's object.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
         raise UnreadableBody(f"the body has {len(body)} bytes; so large a body must be UTF-8 without a byte order mark")
@@ -57,7 +58,8 @@ async def find_model(body: bytes, refused: Collection[str] = ()) -> str | None:
             text = body[at - 1 : end] if end - at <= (MAX_NAME_BYTES if depth == 1 else MAX_DEEP_NAME_BYTES) else b""
             at = end
             if depth > 1 and text and _COLON.match(body, at):
-                _check_name(_read_text(text), body)
+                within = (_read_text(key) or "") if of_tenant else ""
+                _check_name(_read_text(text), body, of_tenant=of_tenant, within=within)
             elif depth == 1 and not names_value:
                 key = text
             elif depth == 1 and _read_text(key) == "model":
@@ -74,14 +76,14 @@ async def find_model(body: bytes, refused: Collection[str] = ()) -> str | None:
             if name == "model":
                 model = None  # unless a text follows
             else:
-                _check_name(name, body, refused)
+                _check_name(name, body, of_tenant=of_tenant)
     if depth or body[at:].strip():
         raise UnreadableBody("the body is not a JSON object: it does not end with one")
     return model
 
 
-def _check_name(name: str | None, body: bytes, refused: Collection[str] = ()) -> None:
-    if name in WITHHELD or name in refused:
+def _check_name(name: str | None, body: bytes, *, of_tenant: bool, within: str | None = None) -> None:
+    if name in WITHHELD or (of_tenant and name and (is_refused(name, within) or is_object_field(name, within))):
         raise NotForClients(f"{name} is in a body of {len(body)} bytes; remove it from large bodies")
 
 

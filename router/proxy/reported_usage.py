@@ -33,7 +33,7 @@ def usage_of_one_answer(text: TextRequest, usage: Usage | None) -> Usage | None:
     routed, so there is nothing to compare or learn."""
     if usage is None or text.prompts > 1:
         return None
-    return replace(usage, completion_tokens=usage.completion_tokens // text.choices)
+    return usage if text.choices == 1 else replace(usage, completion_tokens=usage.completion_tokens // text.choices)
 
 
 def timings_of(text: TextRequest, clock: AnswerClock, usage: Usage | None) -> Timings | None:

@@ -60,7 +60,7 @@ PROBE_S = 600.0
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
     """`client` chooses and books; `reader` turns requests into prompts in the scopes of `catalogue`. `outliers` and `progress`
-    find the workers to avoid: those that fail, and those that stall. `short_calls`: client for engine calls that take no time.
+    find the workers to avoid: those that fail, and those that stall. `short_calls`: client for quick engine calls.
     `addresses`: which addresses engines may have. `fleet` and `index`: the store's view of workers, for the status page."""
 
     client: RouterClient

@@ -43,13 +43,11 @@ def request_span(
     return CurrentSpan(span)
 
 
-@contextmanager
-def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> Iterator[Span]:
+def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> AbstractContextManager[Span]:
     """The CLIENT span of one try on one engine, until its answer has ended. It is a child of the current span but not current
     itself, because both engines of a pair may answer at once. No span outside a sampled one."""
     if not tracing_enabled() or not trace.get_current_span().is_recording():
-        yield INVALID_SPAN
-        return
+        return nullcontext(INVALID_SPAN)
     parts = urlsplit(choice.url)
     attributes: dict[str, str | int] = {
         **_http(request.method, request.path),
@@ -60,7 +58,12 @@ def engine_span(request: EngineRequest, choice: Choice, model: str | None = None
         "kvatlas.worker": choice.worker_id,
         "kvatlas.role": choice.role.value,
     }
-    span = tracer().start_span(_span_name(request.method, request.path), kind=SpanKind.CLIENT, attributes=attributes)
+    name = _span_name(request.method, request.path)
+    return _until_answered(tracer().start_span(name, kind=SpanKind.CLIENT, attributes=attributes))
+
+
+@contextmanager
+def _until_answered(span: Span) -> Iterator[Span]:
     try:
         yield span
     except (EngineUnreachable, EngineLost) as error:

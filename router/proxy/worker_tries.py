@@ -8,8 +8,6 @@ successful answer, as failed for anything else.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 from kvatlas.errors import InvalidValue, Unreachable
@@ -130,7 +128,8 @@ class WorkerTries:
     async def _try(self, attempts: Attempts) -> bool:
         """Make one try. True if the client has its answer. Raises what booking raises."""
         request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
-        async with self._book(read, attempts) as choice:
+        choice = await self._book(read, attempts)
+        try:
             worker_id = choice.worker_id
             attempts.free = False
             header = decision_header(choice, read, attempt=attempts.number)
@@ -180,6 +179,8 @@ class WorkerTries:
             finally:
                 for one in unjudged:
                     self._outliers.record_unknown(pool_id, one)
+        finally:
+            await self._admission.end(read.prompt, choice)
         return True
 
     async def _go_on(self, attempts: Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
@@ -211,7 +212,7 @@ class WorkerTries:
                 return True
 
     async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
-        """Let another worker go on with an answer. False if none can, and the client has got nothing of any."""
+        """Continue an answer at another worker. False if none can, and the client has nothing of any answer."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
         attempts.apart, attempts.stalled = False, stalled
@@ -358,12 +359,11 @@ class WorkerTries:
             self._counters.gave_up += 1
         await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
-    @asynccontextmanager
-    async def _book(self, read: RequestPrompt, attempts: Attempts) -> AsyncIterator[Booked]:
-        """Book a worker that was not tried yet. Leaving the block ends the booking unless it has already ended."""
+    async def _book(self, read: RequestPrompt, attempts: Attempts) -> Booked:
+        """Book a worker that was not tried yet."""
         request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
-            choice = await self._admission.admit(
+            return await self._admission.admit(
                 prompt,
                 request.text,
                 request.trusted_header,
@@ -372,21 +372,16 @@ class WorkerTries:
                 weight=request.caller.weight,
                 wait=request.wait,
             )
-        else:
-            choice = await self._admission.book_again(
-                prompt,
-                request.text,
-                attempts.tried,
-                request.trusted_header,
-                apart=attempts.apart,
-                tenant_id=request.caller.tenant_id,
-                priority=request.priority,
-                weight=request.caller.weight,
-            )
-        try:
-            yield choice
-        finally:
-            await self._admission.end(prompt, choice)
+        return await self._admission.book_again(
+            prompt,
+            request.text,
+            attempts.tried,
+            request.trusted_header,
+            apart=attempts.apart,
+            tenant_id=request.caller.tenant_id,
+            priority=request.priority,
+            weight=request.caller.weight,
+        )
 
 
 async def _end_booking(choice: Booked, status: int) -> None:

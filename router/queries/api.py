@@ -15,7 +15,7 @@ from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.prompts.route_body import RouteBodyReader
 from kvatlas_router.queries.answers import dynamo_answer, mooncake_answer, own_answer
 from kvatlas_router.queries.changes.change import Change, View
-from kvatlas_router.queries.changes.follow import ChangeStreams
+from kvatlas_router.queries.changes.follow import MOST_FOLLOWERS, MOST_OF_TENANT, ChangeStreams
 from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.queries.holders import HolderQueries, Match
 from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
@@ -129,7 +129,8 @@ class QueryApi:
             record = self._catalogue.known_records.get(worker_id)
             return record is None or record.may_see(tenant_id)
 
-        async with aclosing(self._changes.follow(View(tenant_id, caller.may_use, sees), after)) as changes:
+        view, share = View(tenant_id, caller.may_use, sees), MOST_OF_TENANT if caller.is_proven else MOST_FOLLOWERS
+        async with aclosing(self._changes.follow(view, after, share=share)) as changes:
             async for change in changes:
                 self.counters.changes += change is not None
                 yield change

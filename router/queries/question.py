@@ -78,6 +78,12 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
     )
 
 
+def check_length(name: str, length: int, most: int) -> None:
+    """Raises InvalidValue for a longer list."""
+    if length > most:
+        raise InvalidValue(f"{name} has {length} entries; expected at most {most}")
+
+
 def _hashes(body: Mapping[str, Any], form: Form) -> bytes:
     """The query's sequence hashes. Dynamo sends hashes of each block alone; the other form, of all tokens up to a block."""
     if form is Form.DYNAMO:
@@ -105,8 +111,7 @@ def _list(body: Mapping[str, Any], name: str, most: int) -> list[Any]:
     if not isinstance(value, list):
         given = "missing" if value is None else f"of type {type(value).__name__}"
         raise InvalidValue(f"{name} is {given}; expected a list")
-    if len(value) > most:
-        raise InvalidValue(f"{name} has {len(value)} entries; expected at most {most}")
+    check_length(name, len(value), most)
     return value
 
 

@@ -18,7 +18,7 @@ from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.application import IndexApplication
 from kvatlas_router.queries.changes.follow import ChangeStreams
 from kvatlas_router.queries.holders import HolderQueries
-from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tokens.prompt_reader import PromptSettings
 
 GRACE_S = 2
@@ -77,7 +77,7 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
         stack.enter_context(export_metrics("queries", api.counters))
         stack.enter_context(export_metrics("following", changes))
         borders = await stack.enter_async_context(open_borders(settings, reading.fleet, salts=settings.salt_is_tenant))
-        grpc_port = await _serve_grpc(stack, settings, api, borders.proof)
+        grpc_port = await _serve_grpc(stack, settings, api, borders.entrance)
         apart = settings.control_is_apart
         yield IndexApplication(api, reading.catalogue, reading.lookups, borders, apart=apart), grpc_port
     finally:
@@ -86,7 +86,7 @@ async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tupl
 
 
 async def _serve_grpc(
-    stack: AsyncExitStack, settings: IndexServerSettings, api: QueryApi, proof: Proof | None
+    stack: AsyncExitStack, settings: IndexServerSettings, api: QueryApi, entrance: Entrance | None
 ) -> int | None:
     """Start the gRPC server and return its port. Raises SettingsError if the port can't be used or packages are missing."""
     if settings.grpc_port is None:
@@ -102,7 +102,7 @@ async def _serve_grpc(
         raise SettingsError("--grpc-port and --http-token-file are both given; gRPC needs --clients-file")
     certificate, key = settings.http_cert_file, settings.http_key_file
     credentials = from_files(certificate, key) if certificate is not None and key is not None else None
-    server = GrpcServer(api, proof, GrpcAddress(settings.host, settings.grpc_port, credentials))
+    server = GrpcServer(api, entrance, GrpcAddress(settings.host, settings.grpc_port, credentials))
     await server.start()
     stack.push_async_callback(server.stop)
     return server.port

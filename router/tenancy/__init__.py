@@ -5,6 +5,7 @@
     issuer.py           checks JWTs, and remembers valid ones until they expire
     issuer_keys.py      an issuer's public keys, from a file or an address
     proof.py            finds the caller by a request's headers, certificate and address
+    entrance.py         admits a request that proves its caller and is within that client's limits
     refusals.py         why a request is refused
     withheld_fields.py  what a client among several tenants may not tell an engine
     limits.py           each client's requests and tokens: in flight in this process, and per minute in the fleet

@@ -10,6 +10,7 @@ from typing import Any
 import jwt
 from jwt.utils import base64url_decode
 
+from kvatlas.errors import DATA_ERRORS
 from kvatlas.validation import matches
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.clients_file import Issuer, is_tenant_name
@@ -92,11 +93,6 @@ def _claims(token: bytes, key: Any, issuer: Issuer) -> Mapping[str, Any]:
         )
     except jwt.ExpiredSignatureError:
         raise Unproven("the token has expired") from None
-    except (
-        jwt.PyJWTError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # the key's type doesn't match the algorithm
+    except (*DATA_ERRORS, jwt.PyJWTError) as error:  # such as a key whose type doesn't match the algorithm
         raise Unproven(f"the token is invalid: {error!s:.80}") from None
     return claims

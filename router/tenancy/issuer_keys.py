@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import jwt
 
-from kvatlas.errors import InvalidValue
+from kvatlas.errors import DATA_ERRORS, InvalidValue
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
@@ -121,7 +121,7 @@ def parse_keys(source: bytes) -> Mapping[str, Any]:
         if isinstance(listed, dict) and listed.get("keys") == []:
             return {}
         found = jwt.PyJWKSet.from_dict(listed)
-    except (ValueError, AttributeError, TypeError, jwt.PyJWTError) as error:
+    except (*DATA_ERRORS, jwt.PyJWTError) as error:
         raise InvalidValue(f"no JWKS: {error!s:.80}") from None
     keys = {
         one.key_id or "": one.key for one in found.keys if one.public_key_use in (None, "sig") and one.key_type != "oct"

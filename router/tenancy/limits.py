@@ -21,13 +21,14 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class OverLimit(KvatlasError):
-    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass. `tokens`: the limit is one of
-    tokens."""
+    """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will. `tokens`:
+    the limit is one of tokens. `headers`: see `Permit.headers`; of a request that was not admitted."""
 
-    def __init__(self, line: str, retry_after_s: float, *, tokens: bool) -> None:
+    def __init__(self, line: str, retry_after_s: float | None, *, tokens: bool, headers: Headers | None = None) -> None:
         super().__init__(line)
-        self.retry_after_s = max(1, math.ceil(retry_after_s))
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
         self.tokens = tokens
+        self.headers = headers or []
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Permit:
         for limit, what in ((most, "in flight"), (limits.tokens_per_minute, "a minute")):
             if limit is not None and tokens > limit:
                 raise OverLimit(
-                    f"the request has {tokens} tokens; this client may have {limit} {what}", 60, tokens=True
+                    f"the request has {tokens} tokens; this client may have {limit} {what}", None, tokens=True
                 )
         if most is not None and use.tokens + tokens > most:
             raise OverLimit(f"{use.tokens} tokens of this client are in flight, of {most}", 1, tokens=True)
@@ -140,22 +141,22 @@ class ClientLimits:
         """Count one more request. Raises OverLimit."""
         use, most = self._use_of(caller), caller.limits.requests_in_flight
         if most is not None and use.requests >= most:
-            raise OverLimit(f"{use.requests} requests of this client are in flight, of {most}", 1, tokens=False)
+            line = f"{use.requests} requests of this client are in flight, of {most}"
+            raise OverLimit(line, 1, tokens=False, headers=self._headers(use))
         use.requests += 1
         permit = Permit(caller, use, self._exchange, self._counters)
         try:
             if use.of_requests is not None and not await self._exchange.take(use.of_requests, 1):
                 wait_s = use.of_requests.wait_s(1, self._exchange.clock())
                 line = f"this client has used its {use.of_requests.size} requests a minute"
-                raise OverLimit(line, wait_s, tokens=False)
+                raise OverLimit(line, wait_s, tokens=False, headers=self._headers(use))
         except BaseException:
             permit.end()
             raise
         return permit
 
-    def headers(self, caller: Caller) -> Headers:
-        """Like `Permit.headers`, for a client whose request was not admitted."""
-        return limit_headers(self._use_of(caller), self._exchange.clock())
+    def _headers(self, use: _Use) -> Headers:
+        return limit_headers(use, self._exchange.clock())
 
     def _use_of(self, caller: Caller) -> _Use:
         use = self._uses.get(caller.name)

@@ -1,22 +1,81 @@
-"""Fields of a body that no tenant's client may set, because engines read them as if all clients trusted each other.
+"""What no tenant's client may say to an engine, because engines take it as if all clients trusted each other.
 
 `rid` and `request_id` name a request within its engine: SGLang 0.5.23 and vLLM 0.33 keep a response under the name that its
 body gives, so a client could replace another's, or read it. `priority` puts a request before all others in the engine's own
 queue. `lora_path` and `lora_id` choose an adapter in SGLang apart from the model, and a client's key is checked only
-for the model.
+for the model. `session_params` continues a request of SGLang by its name. SGLang before 0.5.22 appends `extra_key` to the cache
+salt, so a client could complete its own salt to another's. `mm_hashes`, `mm_content_hashes`, `features` and an image's `uuid`
+are the names under which engines keep media: with them a client could get another's image read, or replace it.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-FIELDS = frozenset({"lora_id", "lora_path", "priority", "request_id", "rid"})
+from router_client.pricing.transfer_protocol import NotForClients
+
+FIELDS = frozenset(
+    {
+        "extra_key",
+        "lora_id",
+        "lora_path",
+        "mm_content_hashes",
+        "mm_hashes",
+        "priority",
+        "request_id",
+        "rid",
+        "session_params",
+    }
+)
+"""Fields of a body. Engines do what the rest of it says without them."""
+PRIORITY_HEADER = b"x-vllm-priority"
+HEADERS = frozenset({b"x-request-id", PRIORITY_HEADER})
+"""Headers that say the same, to vLLM."""
+_FEATURES = "features"
 _GENERATE = "/generate"
 """SGLang's own call, where `lora_path` is the only name of a model: one text counts as it, a list does not."""
+_UUID = "uuid"
+_SCHEMAS = "tools"
+_OWN_WORDS = frozenset({_SCHEMAS, "arguments"})
+"""Fields in which names are a client's own words."""
+_MEDIA = ("image", "audio", "video", "vision")
 
 
-def withheld_from_tenants(path: str, body: Mapping[str, Any]) -> frozenset[str]:
-    """The fields of a decoded body that have to be removed."""
-    found = FIELDS & body.keys()
-    if path == _GENERATE and isinstance(body.get("lora_path"), str):
-        found -= {"lora_path"}
-    return found
+def withhold_from_tenants(path: str, body: bytes, decoded: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """A decoded body, and its text, without what tenants' clients may not say. Raises NotForClients for what can't be left
+    out."""
+    if decoded.get(_FEATURES):
+        raise NotForClients(f"{_FEATURES} is in the body; remove it: clients of several tenants may not name media")
+    foreign = FIELDS & decoded.keys()
+    if path == _GENERATE and isinstance(decoded.get("lora_path"), str):
+        foreign -= {"lora_path"}
+    kept = {name: value for name, value in decoded.items() if name not in foreign} if foreign else decoded
+    if _UUID.encode() in body or b"\\u00" in body:
+        kept = _without_uuids(kept)
+    return (decoded, body) if kept == decoded else (kept, json.dumps(kept).encode())
+
+
+def is_refused(name: str, within: str | None) -> bool:
+    """True for a name in a large body of a tenant's client, which is not decoded. `within`: the body's field that has it; None:
+    it is a field of the body."""
+    if within is None:
+        return name in FIELDS or name == _FEATURES
+    return name == _UUID and within != _SCHEMAS
+
+
+def _without_uuids(value: Any, *, is_part: bool = False) -> Any:
+    """The value without names of media in its parts. The depth of a decoded body is bounded."""
+    if isinstance(value, list):
+        return [_without_uuids(one, is_part=True) for one in value]
+    if not isinstance(value, dict):
+        return value
+    left_out = _UUID if is_part and _UUID in value and _is_media(value) else None
+    return {
+        name: one if name in _OWN_WORDS or (is_part and name == "input") else _without_uuids(one)
+        for name, one in value.items()
+        if name != left_out
+    }
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    return any(word in str(text) for text in (part.get("type"), *part) for word in _MEDIA)

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from kvatlas.errors import InvalidValue, KvatlasError
-from kvatlas.runtime.background_task import end_tasks
+from kvatlas.runtime.background_task import end_tasks, wait_for_first
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.tokens.counters import TokenCounters
@@ -130,7 +130,7 @@ class BudgetedTokenizer:
             left_s = min(due_s, began_s + max(budget.deadline_ms, budget.most_deadline_ms) / 1_000) - clock()
             if left_s <= 0:
                 return False
-            await asyncio.wait((awaited,), timeout=left_s)
+            await wait_for_first((awaited,), left_s)
         return True
 
     def _waited_ms(self, began_s: float) -> int:

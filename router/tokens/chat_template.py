@@ -87,7 +87,8 @@ class ChatTemplate:
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
-    return [content] if isinstance(content, str) else [_text(part) for part in content or ()]
+    parts = [] if content is None else content if isinstance(content, list) else [content]
+    return [_text(part) for part in parts]
 
 
 def _text(part: Any) -> str:

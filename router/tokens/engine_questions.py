@@ -7,9 +7,9 @@ same body as its chats; older versions accept only text.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens.chat_form import as_chat, rendered_by_model, template_arguments

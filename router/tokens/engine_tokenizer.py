@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from kvatlas.engine_access import KEY_CURE, REFUSED
+from kvatlas.runtime.background_task import wait_for_first
 from kvatlas_router.tokens.engine_questions import (
     RENDER_PATHS,
     Question,
@@ -144,11 +145,10 @@ class EngineTokenizer:
 
     async def _wait(self, asked: Mapping[asyncio.Task[Reply], str], patience_s: float | None) -> None:
         """Wait until one task finishes, or until none of these engines has answered for `patience_s`."""
-        done: set[asyncio.Task[Reply]] = set()
         waits = True
-        while waits and not done:
+        while waits and not any(task.done() for task in asked):
             began = self._clock()
-            done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            await wait_for_first(asked, patience_s)
             waits = any(self._answered.get(engine, -inf) > began for engine in asked.values())
 
     def _in_turn(self, urls: Sequence[str]) -> Iterator[str]:

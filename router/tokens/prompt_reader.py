@@ -1,7 +1,8 @@
 """Turns a request's body into its `Prompt`, in a known scope."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo

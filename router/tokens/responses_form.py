@@ -116,7 +116,9 @@ def _first_text(content: Any) -> str:
 
 def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = []
-    for tool in body.get("tools") or ():
+    if not isinstance(asked := body.get("tools") or [], list):
+        raise _unknown("tools that are no list")
+    for tool in asked:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise _unknown("a tool that is no function")  # one that the engine brings
         tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})

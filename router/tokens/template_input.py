@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 MEDIA_MARK = "\ue000media\ue000"
@@ -48,7 +47,7 @@ def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: b
 
 def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools with vLLM's fields, in its order. Raises CannotTokenize if the engine's settings decide."""
-    if not (tools := body.get("tools")):
+    if not (tools := _listed(body.get("tools"))):
         return None
     if body.get("tool_choice") == "none":
         raise CannotTokenize(Why.UNSUPPORTED, "tool_choice none: the engine's settings say if its tools are rendered")
@@ -57,13 +56,19 @@ def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def sglang_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools as the client described them; none, or only the required one, if `tool_choice` says so."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
+    tools, choice = _listed(body.get("tools")), body.get("tool_choice")
     if not tools or choice == "none":
         return None
     if not isinstance(choice, dict):
-        return list(tools)
+        return tools
     name = _function(choice).get("name")
     return [tool for tool in tools if _function(tool).get("name") == name] or None
+
+
+def _listed(tools: Any) -> list[Any]:
+    if tools is not None and not isinstance(tools, list):
+        raise CannotTokenize(Why.UNSUPPORTED, f"tools are {tools!r:.80}; expected a list")
+    return tools or []
 
 
 def _vllm_tool(tool: Any) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def _vllm_tool(tool: Any) -> dict[str, Any]:
 def _function(tool: Any) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
-        raise InvalidValue(f"tool is {tool!r:.80}; expected one with a function")
+        raise CannotTokenize(Why.UNSUPPORTED, f"tool is {tool!r:.80}; expected one with a function")
     return function
 
 
@@ -105,5 +110,6 @@ def _call(call: Any) -> Any:
     try:
         decoded = json.loads(arguments) if arguments else {}
     except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"tool call arguments are {arguments!r:.80}; expected JSON") from error
+        line = f"tool call arguments are {arguments!r:.80}; expected JSON"
+        raise CannotTokenize(Why.UNSUPPORTED, line) from error
     return {**call, "function": {**function, "arguments": decoded}}

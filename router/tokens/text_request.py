@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
 from kvatlas.blocks.media import MediaItem
 from kvatlas.blocks.reuse import CacheReading
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 from kvatlas.runtime.json_text import decode
@@ -101,15 +101,18 @@ class TextRequest:
     @property
     def session_id(self) -> str | None:
         """The request's session: OpenAI's `prompt_cache_key`, or the `session_id` of vLLM and SGLang."""
-        keys = (self.body.get(name) for name in ("prompt_cache_key", "session_id"))
-        return next((key for key in keys if is_session_id(key)), None)
+        for name in ("prompt_cache_key", "session_id"):
+            if is_session_id(key := self.body.get(name)):
+                return str(key)
+        return None
 
     @property
     def model(self) -> str | None:
         """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
-        names = ("lora_path", "model") if self.api is Api.GENERATE else ("model",)
-        found = (self.body.get(name) for name in names)
-        return next((name for name in found if isinstance(name, str) and name), None)
+        for field in ("lora_path", "model") if self.api is Api.GENERATE else ("model",):
+            if isinstance(name := self.body.get(field), str) and name:
+                return name
+        return None
 
     @property
     def adapter(self) -> str | None:
@@ -180,15 +183,18 @@ class TextRequest:
     def named_prompt(self) -> tuple[str, Any]:
         """The field that holds the prompt, and its value."""
         names = _PROMPTS[self.api]
-        name = next((name for name in names if self.body.get(name) is not None), names[-1])
-        return name, self.body.get(name)
+        for name in names:
+            if (prompt := self.body.get(name)) is not None:
+                return name, prompt
+        return names[-1], None
 
     @property
     def prompts(self) -> int:
         """The number of prompts; a conversation has one."""
+        if self.api.is_conversation:
+            return 1
         _, prompt = self.named_prompt
-        nested = not self.api.is_conversation and isinstance(prompt, list) and not isinstance(prompt[0], int)
-        return len(prompt) if nested else 1
+        return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
     @property
     def choices(self) -> int:

@@ -4,11 +4,11 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from kvatlas.blocks.media import MediaItem
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 from kvatlas_router.tokens.text_request import TextRequest
 

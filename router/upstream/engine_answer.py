@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import field
+from types import TracebackType
 from typing import Self
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 from kvatlas.runtime.json_text import decode
 from kvatlas_router.answers.engine_errors import EngineError
@@ -35,7 +36,7 @@ class EngineStalled(EngineUnreachable):
 
 
 class EngineHangs(EngineLost):
-    """The engine makes no progress in mid-answer. Its answer may still come: see `StreamedAnswer`."""
+    """The engine makes no progress mid-answer. Its answer may still come: see `StreamedAnswer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class StreamedAnswer:
         except asyncio.CancelledError as error:
             if not watched.took_cancellation():
                 raise
-            raise (EngineLost if watched.is_lost else EngineHangs)("the engine hangs in mid-answer") from error
+            raise (EngineLost if watched.is_lost else EngineHangs)("the engine hangs mid-answer") from error
         finally:
             watched.reading = False
         if not chunk:
@@ -117,37 +118,63 @@ def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused
     return EngineRefused(f"{url} returned an error: {error.line}", whole)
 
 
-@asynccontextmanager
-async def send_to_engine(
-    client: EngineClient,
-    watch: AbstractContextManager[WatchedTry],
-    base_url: str,
-    request: EngineRequest,
-    headers: list[tuple[bytes, bytes]],
-) -> AsyncIterator[Answer]:
-    """`async with send_to_engine(...) as answer`; leaving the block before the answer's end closes the connection.
+class EngineTry:
+    """`async with EngineTry(...) as answer`: one request to one engine; leaving the block before the answer's end closes the
+    connection.
 
-    Yields answers of any status: a successful one that is not JSON from its first bytes on, any other when complete. Raises
-    EngineUnreachable if the engine is down, and EngineStalled if `watch` gives it up; once it has begun, see `StreamedAnswer`.
+    The answer has any status: a successful one that is not JSON is here from its first bytes on, any other when complete.
+    Raises EngineUnreachable if the engine is down, and EngineStalled if `watched` gives it up; once it has begun, see
+    `StreamedAnswer`.
     """
-    with watch as watched:
-        incoming: IncomingAnswer | None = None
+
+    __slots__ = ("_base_url", "_client", "_headers", "_incoming", "_request", "_watched")
+
+    def __init__(
+        self,
+        client: EngineClient,
+        watched: WatchedTry,
+        base_url: str,
+        request: EngineRequest,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        """`watched`: ends with this try."""
+        self._client = client
+        self._watched = watched
+        self._base_url = base_url
+        self._request = request
+        self._headers = headers
+        self._incoming: IncomingAnswer | None = None
+
+    async def __aenter__(self) -> Answer:
+        request, watched, clock = self._request, self._watched, AnswerClock()
         try:
-            clock = AnswerClock()
-            incoming = await client.send(request.method, _url(base_url, request), headers, request.body)
+            url = _url(self._base_url, request)
+            self._incoming = await self._client.send(request.method, url, self._headers, request.body)
             try:
-                answer = await _read_start(incoming, clock, watched, base_url)
+                answer = await _read_start(self._incoming, clock, watched, self._base_url)
             except EngineLost as error:
-                raise EngineUnreachable(f"{base_url}: {error}", connected=True) from error
+                raise EngineUnreachable(f"{self._base_url}: {error}", connected=True) from error
             watched.reading = False
-            yield answer
-        except asyncio.CancelledError as error:
-            if not watched.took_cancellation():
-                raise
-            raise EngineStalled(f"{base_url}: the engine makes no progress") from error
-        finally:
-            if incoming is not None:
-                incoming.close()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Raises EngineStalled instead of a cancellation by the monitor."""
+        if self._incoming is not None:
+            self._incoming.close()
+        if isinstance(error, asyncio.CancelledError):
+            if self._watched.took_cancellation():
+                self._watched.end()
+                raise EngineStalled(f"{self._base_url}: the engine makes no progress") from error
+            self._watched.leave()
+        self._watched.end()
 
 
 def _url(base_url: str, request: EngineRequest) -> str:
@@ -159,12 +186,8 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
     watched.status = incoming.status
     headers = _without_other_places(incoming.headers, base_url)
     if not 200 <= incoming.status < 300 or is_json(headers):
-        parts = []
-        async for part in incoming.parts():
-            watched.progress(part)
-            parts.append(part)
+        body = await incoming.read_all(watched.progress)
         clock.part()
-        body = b"".join(parts)
         if incoming.may_be_cut and not _is_whole(headers, body):
             raise EngineLost("the connection ended before the answer")
         return WholeAnswer(incoming.status, headers, body, clock)

@@ -6,14 +6,14 @@ engine if an idle connection turns out to be closed. A library would take most o
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
 from kvatlas.addresses import Ip, check_origin, host_and_port, parse_ip
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 from kvatlas.runtime.json_text import decode, encode
 from kvatlas_router.upstream.dns_cache import NameLookups
@@ -69,21 +69,20 @@ class IncomingAnswer:
         """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
         part = await self._connection.read()
         if not part and self._connection.failure:
-            raise EngineLost(f"the engine went away in mid-answer: {self._connection.failure}")
+            raise EngineLost(f"the engine went away mid-answer: {self._connection.failure}")
         return part
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """The rest of the body, for a reader that keeps it. Raises EngineLost, also after MOST_WHOLE_BYTES."""
-        left = MOST_WHOLE_BYTES
+    async def read_all(self, seen: Callable[[bytes], object] = len) -> bytes:
+        """The rest of the body; `seen` is called with each part as it arrives. Raises EngineLost, also after
+        MOST_WHOLE_BYTES."""
+        parts, left = [], MOST_WHOLE_BYTES
         while part := await self.read():
             left -= len(part)
             if left < 0:
                 raise EngineLost(f"the engine's answer is longer than {MOST_WHOLE_BYTES} bytes")
-            yield part
-
-    async def read_all(self) -> bytes:
-        """The rest of the body. Raises EngineLost, as `parts` does."""
-        return b"".join([part async for part in self.parts()])
+            seen(part)
+            parts.append(part)
+        return b"".join(parts)
 
     def close(self) -> None:
         """Close the answer, and its connection unless the answer has arrived to its end. Closing twice is fine."""
@@ -179,8 +178,11 @@ class EngineClient:
             body = encode(value)
         if key := self._addresses.own_key(_split(url)[0]):
             headers.append((b"authorization", f"Bearer {key}".encode()))
-        async with self.answering(method, url, headers, body) as answer:
+        answer = await self.send(method, url, headers, body)
+        try:
             return Reply(answer.status, await answer.read_all())
+        finally:
+            answer.close()
 
     @asynccontextmanager
     async def answering(

@@ -1,7 +1,6 @@
 """The inputs of one choice, before the candidates are priced."""
 
-from dataclasses import dataclass
-
+from kvatlas.dataclass import dataclass
 from router_client.basis import Basis
 from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool

@@ -93,8 +93,8 @@ class ChoiceBuilder:
         )
 
     def remarks(self, prompt: Prompt, pool: Pool) -> tuple[str, ...]:
-        """What was ignored in the request, why no worker can hold its blocks, and for which none was looked up. Each remark
-        is logged once."""
+        """What was ignored in the request, why no worker can hold its blocks, and which workers' blocks were not looked up.
+        Each remark is logged once."""
         of_pool = describe_pool_mismatch(prompt, pool), describe_rare_shapes(pool)
         remarks = (*prompt.notes, *filter(None, of_pool)) if any(of_pool) else prompt.notes
         for line in remarks:

@@ -151,7 +151,8 @@ class Decider:
             choice, failure = await self._choose_among_look_alikes(case, deadline, book=book)
             if choice is not None:
                 return choice
-            case, waits = replace(case, why=case.why or failure), not failure
+            if failure:
+                case, waits = replace(case, why=case.why or failure), False
         quotes = self._policy.quote(case)
         if not quotes:
             raise await self._no_workers(prompt, case.pool.left_out, deadline)

@@ -26,7 +26,7 @@ class IndexLookup:
         self._breaker = CircuitBreaker()
 
     def is_used_for(self, prompt: Prompt) -> bool:
-        """Does a choice for this prompt look up what workers hold, and does the index answer?"""
+        """True if a choice for this prompt looks up what workers hold, and the index answers."""
         return not (self.load_only or prompt.strategy is Strategy.LOAD or self._breaker.is_open)
 
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:

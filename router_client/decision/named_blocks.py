@@ -18,7 +18,7 @@ class EngineHashSource(Protocol):
     """Knows engines' own hashes; `kvatlas.block_lookup.hash_client.EngineHashes` is one."""
 
     def is_ready(self) -> bool:
-        """Can it be asked now?"""
+        """True if it can be asked now."""
 
     async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
         """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty if they are unknown."""

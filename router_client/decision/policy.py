@@ -79,7 +79,7 @@ class RoutingPolicy:
         return quote_lookup(prompt, pool, self._seed, home=home, session_us=self._settings.session_us)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
-        """The question with a lookup: which worker is the cheapest, with what it holds, under load?"""
+        """The ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
         return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
@@ -89,7 +89,7 @@ class RoutingPolicy:
         return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
 
     def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
-        """Build the booking's ask: which of these is the cheapest under load? Raises InvalidValue for a bad token id."""
+        """Build the booking's ask for the cheapest of these under load. Raises InvalidValue for a bad token id."""
         pool = case.pool
         return build_ask(
             case.prompt,

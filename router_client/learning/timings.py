@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import median_low
 from typing import Any, Protocol, Self
 
+from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from router_client.learning.loop_lateness import LoopLateness
 

@@ -1,8 +1,9 @@
 """The token counts in an engine's answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
+
+from kvatlas.dataclass import dataclass
 
 MOST_TOKENS = 1 << 30
 """An engine that reports more than this is not believed."""

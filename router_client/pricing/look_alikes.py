@@ -6,10 +6,11 @@ learned rates differ). The store finds the cheapest of the rest by their load (`
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
+from kvatlas.dataclass import dataclass
 from kvatlas.reservations import Evaluation, OfferEvaluation
 from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
 from router_client.pricing.candidates import Candidate, Group

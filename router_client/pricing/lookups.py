@@ -1,11 +1,11 @@
-"""Quotes for a large pool whose workers' blocks the booking's own call looks up: a cold one for each kind of workers.
+"""Quotes for a large pool, in which the booking call itself looks up workers' blocks: a cold quote for each kind of worker.
 
 The store lowers a cold quote by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor
 for a quote for every worker, whatever the workers hold and however fast they are.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import overload
 
@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
+from kvatlas.dataclass import dataclass
 from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
 from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_LOOKED_UP_CHAINS, MOST_ODD_BYTES
 from kvatlas.reservations.protocol import MOST_LIKENESSES

@@ -5,7 +5,7 @@ Each block shape of the pool (block size and granularity) is looked up with its 
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from kvatlas.blocks.hashing import HASH_BYTES, thin
 from kvatlas.blocks.residency import Overlap, Residency, WorkerRuns
 from kvatlas.blocks.reuse import ReuseRule
 from kvatlas.blocks.tiers import Tier, tiers_of
+from kvatlas.dataclass import dataclass
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS

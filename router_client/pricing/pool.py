@@ -115,17 +115,17 @@ class Pool:
     """One read of a pool.
 
     `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
-    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now, `left_out`
-    are all that are no candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every worker that
-    announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which are read
-    by the workers that name them: they get no requests, so they are neither candidates nor left out. `profile`: the prices
-    now. `loads`: as reported in this reading. `groups` has all candidates, and besides them up to MOST_SKIPPED that a
-    caller does not want (`skipped`); it is empty if they are more. `kind_rows`: theirs. `chains`: those that workers'
-    blocks are keyed by, with the sizes of these. `usual_block_size`: what most candidates have; None: none has announced
-    blocks. `tenants`: those whose prompts workers may get, each list once; `by_tenant`: the pool as tenants have it
-    (`of_tenant`). `fetches`: what is known of fetches from `sources`, and `connectors` theirs.
-    `capacity_tokens`: what the caches of all workers that compute prompts hold, whoever may use them; None if one of them is
-    unknown. `least_cache_tokens`: the size of the smallest known cache, whoever may use it; 0 if none is known.
+    do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now; `left_out`
+    are all workers that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every
+    worker that announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which
+    the workers that name them read; they get no requests, so they are neither candidates nor left out. `profile`: current
+    prices. `loads`: reported loads of this read. `groups` has all candidates, and up to MOST_SKIPPED workers that a caller
+    does not want (`skipped`); it is empty if there are more. `kind_rows`: rows of `groups`. `chains`: chains that workers'
+    blocks are keyed by, with their block sizes. `usual_block_size`: that of most candidates; None if none has announced
+    blocks. `tenants`: each list of tenants whose prompts some worker may get; `by_tenant`: the pool as tenants see it
+    (`of_tenant`). `fetches`: what is known about fetches from `sources`; `connectors`: the connectors of `sources`.
+    `capacity_tokens`: total cache size of all workers that compute prompts, whoever may use them; None if one is unknown.
+    `least_cache_tokens`: size of the smallest known cache, whoever may use it; 0 if none is known.
     """
 
     records: Mapping[str, FleetRecord]

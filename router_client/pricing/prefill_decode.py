@@ -8,12 +8,13 @@ prefill worker would be useless. Below a number of new tokens a worker computes 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Piece
+from kvatlas.dataclass import dataclass
 from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.request import SelectionResult
 from kvatlas.reservations import Ask, Evaluation, Offer, OfferEvaluation, PairLayout

@@ -9,7 +9,7 @@ kind, and in it the savings for a held prefix of a given length.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.protocol import Cost, CostProfile, Load, Piece, Plan, Prices, ReadRate, TermKind
+from kvatlas.dataclass import dataclass
 from kvatlas.fleet.records import EngineEndpoint, Role
 from kvatlas.reservations.evaluation import worth_us
 from kvatlas.reservations.protocol import MOST_OFFERS, Fetching

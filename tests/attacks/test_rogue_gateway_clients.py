@@ -108,7 +108,8 @@ async def test_paths_of_administration_and_bodies_that_the_picker_can_not_read_r
 ) -> None:
     async with setup(envoy, store, valkey_url) as attacked:
         client = attacked.gateway["whole"]
-        for path in ("/pause", "/sleep", "/v1/load_lora_adapter", "/v1/../pause", "/v1//pause", "/%70ause"):
+        paths = ("/pause", "/sleep", "/v1/load_lora_adapter", "/v1/../pause", "/v1//pause", "/%70ause")
+        for path in (*paths, "/pause%0A", "/sleep%0a", "/v1/load_lora_adapter%0A", "/pause%00"):
             request = httpx.Request("POST", str(client.base_url).rstrip("/") + path, json={})
             assert (await client.send(request)).status_code in (400, 403, 404), path
         for content in (b"{", b"[" * 100_000, b'{"model": "\xff"}', b'{"prompt": "\\ud800", "model": "m"}'):

@@ -1,5 +1,6 @@
 """What a client tries against other tenants, with its expected refusal."""
 
+import json
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -308,9 +309,33 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
             ("POST", f"/v1/responses/{made}/cancel", {}),
             ("POST", "/v1/responses", follow),
             ("GET", f"/v1/responses/acme%2F{made}", None),
+            *(
+                ("POST", f"/v1/responses/{made}/cancel{end}", {})
+                for end in ("%0A", "%0a%0a", "%00", "/%0A", "%E2%80%A8")
+            ),
+            ("GET", f"/v1/files/{made}/content%0A", None),
+            ("GET", f"/v1/files/{made}%0D", None),
         ):
             answer = await client.request(method, path, json=body, headers=bearer(OTHER))
             assert answer.status_code == 404, (method, path, answer.text)
+        asked_before = engine.asked
+        part = {"type": "file", "file": {"file_id": made}}
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": [part, {"type": "text", "text": "Hi"}]}]}
+        padding = ["x" * 64] * ((9 << 20) >> 6)
+        for path, said in (
+            (CHAT, chat),
+            ("/v1/chat/completions/batch", chat),
+            ("/v1/batches", {"input_file_id": made, "padding": padding[: (2 << 20) >> 6]}),
+            (CHAT, {**chat, "padding": padding}),
+            ("/v1/responses", {**follow, "padding": padding}),
+        ):
+            for escaped in (False, True):
+                content = json.dumps(said)
+                if escaped:
+                    content = content.replace("file_id", "file\\u005fid").replace("response_id", "response\\u005fid")
+                answer = await client.post(path, content=content, headers=bearer(OTHER))
+                assert answer.status_code in (400, 404), (path, escaped, answer.text)
+        assert engine.asked == asked_before
         assert (await client.get("/v1/files", headers=bearer(OTHER))).status_code == 400
         mine = await client.post("/v1/responses", json={**asked, "request_id": made}, headers=bearer(OTHER))
         assert mine.json()["id"] != made
@@ -322,7 +347,17 @@ async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
 ) -> None:
     """Neither whose request one is within the engine, nor its place in the engine's queue, nor an adapter beside the model that
     the client's key is checked for. Without tenants, all of it is passed on."""
-    chosen = {"rid": "acmes", "request_id": "acmes", "priority": -(2**31), "lora_path": "secret", "lora_id": "secret"}
+    chosen = {
+        "rid": "acmes",
+        "request_id": "acmes",
+        "priority": -(2**31),
+        "lora_path": "secret",
+        "lora_id": "secret",
+        "extra_key": "me",
+        "mm_hashes": ["acmes"],
+        "session_params": {"id": "acmes"},
+    }
+    headers = {"x-request-id": "acmes", "x-vllm-priority": "-9", "x-kvatlas-tenant": "other"}
     async with (
         faulty_engine(keeper("w1")) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),
@@ -339,14 +374,26 @@ async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
                 "text": "Hi",
                 **more,
             }
-            answer = await client.post(url + path, json=body, headers=bearer(OTHER))
+            answer = await client.post(url + path, json=body, headers=bearer(OTHER) | headers)
             assert answer.status_code == 200, answer.text
-            return chosen.keys() & set(await engine.requests[-1].json())
+            received = engine.requests[-1]
+            return (chosen.keys() & set(await received.json())) | (headers.keys() & set(received.headers))
 
         for path in (CHAT, "/v1/responses", "/v1/embeddings", "/generate", "/v1/rerank"):
             named = {**chosen, "lora_path": ["secret"]} if path == "/generate" else chosen
             assert not await reaches(guarded.url, path, **named)
-        assert await reaches(open_to_all.url, CHAT, **chosen) == chosen.keys()
+        assert await reaches(open_to_all.url, CHAT, **chosen) == chosen.keys() | headers.keys() - {"x-kvatlas-tenant"}
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ=="}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"uuid": {"image": "a"}}}}}
+        said = [
+            {"role": "user", "content": [{**image, "uuid": "acmes"}, {"type": "text", "text": "Hi", "uuid": "own"}]}
+        ]
+        await reaches(guarded.url, CHAT, messages=said, tools=[tool])
+        got = await engine.requests[-1].json()
+        assert got["tools"] == [tool] and got["messages"][0]["content"] == [image, said[0]["content"][1]]
+        named = {"model": MODEL, "token_ids": [1, 2], "features": {"mm_hashes": {"image": ["acmes"]}}}
+        answer = await client.post(guarded.url + "/inference/v1/generate", json=named, headers=bearer(OTHER))
+        assert answer.status_code == 400 and "features" in answer.text
         hidden = await client.post(
             guarded.url + "/generate", json={"text": "Hi", "lora_path": "secret"}, headers=bearer(OTHER)
         )

@@ -26,7 +26,7 @@ class KeptCopy(SqliteIndex):
         """Reads the whole file. Raises DamagedFile."""
         super().__init__(file, side_index=False)
         self.resumed = False
-        """Does it go on from what the file had?"""
+        """True if it continues from the content of the file."""
 
     @property
     def kept_position(self) -> Position | None:

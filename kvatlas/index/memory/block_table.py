@@ -35,7 +35,7 @@ from kvatlas.index.run_guesses import RunGuesses
 @dataclass(slots=True)
 class Holder:
     """One incarnation's blocks. `touched`: the scopes that it used, and the sizes of its blocks there. `blocks_in` counts
-    blocks by scope and tier. `moments`: block-seconds by which it held less than now, since it became active."""
+    blocks by scope and tier. `moments`: block-seconds to subtract from its current blocks x the time since it became active."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)

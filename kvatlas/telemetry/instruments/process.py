@@ -21,8 +21,8 @@ HTTP = by(
 
 # ---------------------------------------------------------------- process: kvatlas.runtime.process_gauges.ProcessGauges
 
-DESCRIPTORS = gauge("process.descriptors", "{descriptor}", "File descriptors that are open, and the most that may be")
-CERTIFICATE = gauge("process.certificate", "s", "Until the first of this process' certificates ends")
+DESCRIPTORS = gauge("process.descriptors", "{descriptor}", "File descriptors that are open, and how many may be")
+CERTIFICATE = gauge("process.certificate", "s", "Time until the first of this process's certificates expires")
 
 PROCESS = {
     **by(DESCRIPTORS, "what", descriptors_open="open", descriptors_most="most"),

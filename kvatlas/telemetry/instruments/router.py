@@ -10,7 +10,7 @@ STEP_TIME = histogram("router.decision.step.duration", "s", "Calls to the store 
 PREDICTION_ERROR = histogram(
     "router.prediction.error",
     "{token}",
-    "By how many tokens an engine's cached prompt tokens differ from the prediction, by direction; equal ones are not in it",
+    "Difference between an engine's cached prompt tokens and the prediction, by direction; only answers that differ",
 )
 ANSWERED_TOKENS = counter(
     "router.prompt.tokens", "{token}", "Prompt tokens of answers whose engines report how many of them were cached"

@@ -22,11 +22,11 @@ PROXY_APART = counter(
     "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
 )
 PROXY_FETCHING = counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
-PROXY_RESUMED = counter(
-    "proxy.continued", "{stream}", "Streams that another worker went on with after their engine died"
-)
+PROXY_RESUMED = counter("proxy.continued", "{stream}", "Streams that another worker continued after their engine died")
 PROXY_NOT_CONTINUED = counter(
-    "proxy.not_continued", "{stream}", "Streams that ended with their engine's error, by why no other worker went on"
+    "proxy.not_continued",
+    "{stream}",
+    "Streams that ended with their engine's error, by why no other worker continued them",
 )
 _NOT_CONTINUED = (
     "sampled",
@@ -106,7 +106,7 @@ GATEWAY_STREAM_ERRORS = counter(
     "gateway.streams.unusable", "{stream}", "Streams that could not be processed, by reason"
 )
 GATEWAY_NO_ADDRESS = counter(
-    "gateway.workers.no_address", "{worker}", "Times that a worker was read whose address no gateway can use"
+    "gateway.workers.no_address", "{worker}", "Times that a worker's address was one that no gateway can use"
 )
 GATEWAY_PICK_TIME = histogram("gateway.pick.duration", "s", "From a request's reading to its decision")
 
@@ -117,6 +117,7 @@ GATEWAY = {
         by_prompt="prompt",
         by_load="load",
         unpublished="unpublished",
+        invalid="invalid",
         refused="refused",
         shed="shed",
         queue_full="queue_full",
@@ -150,7 +151,7 @@ GATEWAY_LOAD = {
 ENGINE_ANSWERS = counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
 EJECTIONS = counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
 
-EJECTED_NOW = gauge("outliers.ejected", "{worker}", "Workers left alone because they fail")
+EJECTED_NOW = gauge("outliers.ejected", "{worker}", "Workers that get no requests because they fail")
 
 EJECTED = single(EJECTED_NOW, "ejected_workers")
 """Fields of kvatlas_router.outliers.monitor.OutlierMonitor."""

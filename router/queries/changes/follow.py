@@ -6,6 +6,7 @@ one stopped.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from kvatlas_router.queries.changes.change import Change, ChangeReader, View, po
 from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
+MOST_OF_TENANT = 16
+"""Of one tenant, where there are several."""
 LOOK_S = 1.0
 """Interval at which the index is checked for workers that it has closed, since the stream does not report them."""
 
@@ -46,7 +49,7 @@ class PositionLost(KvatlasError):
 
 
 class TooManyFollowers(KvatlasError):
-    """This process already serves the most followers that it can."""
+    """This process already serves the most followers that it can, or that a tenant may have."""
 
 
 @dataclass(slots=True)
@@ -63,10 +66,13 @@ class ChangeStreams:
     followers: int = 0
     _client: Client | None = None
     _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _of_tenant: Counter[str] = field(default_factory=Counter)
     _records: dict[str, StoredRecord] = field(default_factory=dict)
     _records_at_s: float = float("-inf")
 
-    async def follow(self, view: View, after: Position | None) -> AsyncGenerator[Change | None, None]:
+    async def follow(
+        self, view: View, after: Position | None, *, share: int = MOST_FOLLOWERS
+    ) -> AsyncGenerator[Change | None, None]:
         """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after=None`:
         start with a snapshot.
 
@@ -74,7 +80,10 @@ class ChangeStreams:
         """
         if self.followers >= MOST_FOLLOWERS:
             raise TooManyFollowers(f"{MOST_FOLLOWERS} followers are served here already")
+        if self._of_tenant[view.tenant_id] >= share:
+            raise TooManyFollowers(f"{share} followers of this tenant are served here already")
         self.followers += 1
+        self._of_tenant[view.tenant_id] += 1
         try:
             client, layout, reader = await self._connect(), await self._layout(), ChangeReader(view)
             shards = [ShardReader(self.store, ShardKeys(k, layout.number)) for k in range(layout.shards)]
@@ -94,6 +103,8 @@ class ChangeStreams:
                 raise Unreachable(f"NATS: {reason(error)}") from error
         finally:
             self.followers -= 1
+            self._of_tenant[view.tenant_id] -= 1
+            self._of_tenant += Counter()  # forgets those without followers
 
     async def close(self) -> None:
         if self._client is not None:

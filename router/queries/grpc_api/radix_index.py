@@ -10,6 +10,7 @@ A query's hashes are `kvatlas.blocks.hashing.local_hash` of each full block, and
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -41,11 +42,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RadixIndex:
-    """`caller`: proves who opened a stream; aborts it otherwise."""
+    """`caller`: proves who opened a stream; aborts it otherwise. `admitted`: one query of a caller, within its limits."""
 
-    def __init__(self, api: QueryApi, caller: Callable[[Context], Awaitable[Caller]]) -> None:
+    def __init__(
+        self,
+        api: QueryApi,
+        caller: Callable[[Context], Awaitable[Caller]],
+        admitted: Callable[[Caller, Query], AbstractAsyncContextManager[None]],
+    ) -> None:
         self._api = api
         self._caller = caller
+        self._admitted = admitted
 
     @property
     def handlers(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
@@ -87,7 +94,8 @@ class RadixIndex:
     async def _scores(self, query: Query, caller: Caller) -> Sequence[HolderScore]:
         try:
             with self._api.counters.question():
-                return await self._find(query, caller)
+                async with self._admitted(caller, query):
+                    return await self._find(query, caller)
         except KvatlasError:
             return ()
 

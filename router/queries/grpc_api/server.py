@@ -3,8 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,9 +27,10 @@ from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
 )
 from kvatlas_router.queries.grpc_api.radix_index import SERVICE as SMG_SERVICE
 from kvatlas_router.queries.grpc_api.radix_index import RadixIndex
-from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, Form, Question
+from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, MAX_TOKENS, Form, Question, check_length
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
-from kvatlas_router.tenancy.proof import Proof
+from kvatlas_router.tenancy.entrance import Entrance
+from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
 
 SERVICE = "kvatlas.index.v1.Index"
@@ -39,11 +40,12 @@ MODEL_KEY = "x-kvatlas-model"
 MOST_MESSAGE_BYTES = 16 << 20
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
-_STATUS = {
+_STATUS: Mapping[type[KvatlasError], grpc.StatusCode] = {
     InvalidValue: grpc.StatusCode.INVALID_ARGUMENT,
     Unproven: grpc.StatusCode.UNAUTHENTICATED,
     ForeignTenant: grpc.StatusCode.PERMISSION_DENIED,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
+    OverLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
     KeysUnknown: grpc.StatusCode.UNAVAILABLE,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
 }
@@ -65,9 +67,10 @@ class GrpcAddress:
 class GrpcServer:
     """`port`: the bound port, after `start`."""
 
-    def __init__(self, api: QueryApi, proof: Proof | None, address: GrpcAddress) -> None:
+    def __init__(self, api: QueryApi, entrance: Entrance | None, address: GrpcAddress) -> None:
+        """`entrance=None`: all callers are the one tenant."""
         self._api = api
-        self._proof = proof
+        self._entrance = entrance
         self._address = address
         self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MOST_MESSAGE_BYTES)])
         own: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -85,7 +88,7 @@ class GrpcServer:
                 MatchExternalKvPrefixResponse.SerializeToString,
             )
         }
-        smg = RadixIndex(api, self._proven_caller).handlers
+        smg = RadixIndex(api, self._proven_caller, self._admitted).handlers
         services = ((SERVICE, own), (SGLANG_SERVICE, sglang), (SMG_SERVICE, smg))
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services)
@@ -115,7 +118,9 @@ class GrpcServer:
         async def handle(request: Q, context: Context) -> A:
             try:
                 with self._api.counters.question():
-                    return await answer(request, await self._caller(context), context)
+                    caller = await self._caller(context)
+                    async with self._admitted(caller, request):
+                        return await answer(request, caller, context)
             except tuple(_STATUS) as error:
                 await context.abort(_status_of(error), str(error))
                 raise AssertionError from error  # abort raises
@@ -131,16 +136,31 @@ class GrpcServer:
             raise AssertionError from error  # abort raises
 
     async def _caller(self, context: Context) -> Caller:
-        if self._proof is None:
+        if self._entrance is None:
             return ANYBODY
         metadata = [(key.encode(), _to_bytes(value)) for key, value in context.invocation_metadata() or ()]
         address = context.peer().removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-        return await self._proof.prove(metadata, address, frozenset())
+        return await self._entrance.prove(metadata, address)
+
+    @asynccontextmanager
+    async def _admitted(self, caller: Caller, request: Any) -> AsyncIterator[None]:
+        """One question of this caller, within its limits. Raises OverLimit and InvalidValue."""
+        most = caller.limits.body_bytes
+        if most is not None and request.ByteSize() > most:
+            raise InvalidValue(f"the message has {request.ByteSize()} bytes; expected at most {most}")
+        permit = None if self._entrance is None else await self._entrance.admit_caller(caller)
+        try:
+            yield
+        finally:
+            if permit is not None:
+                permit.end()
 
     async def _overlap(self, request: OverlapRequest, caller: Caller, _: Context) -> OverlapResponse:
         given = [bool(request.token_ids), bool(request.hashes), bool(request.text)]
         if sum(given) != 1:
             raise InvalidValue("expected one of token_ids, hashes and text")
+        check_length("token_ids", len(request.token_ids), MAX_TOKENS)
+        check_length("hashes", len(request.hashes), MAX_HASHES)
         if request.text:
             body = {"model": request.model, "prompt": request.text}
             read = await self._api.read(
@@ -181,7 +201,8 @@ class GrpcServer:
         """Like `/kvatlas/changes`. gRPC itself notices a lost client, and waits for a slow one."""
         try:
             after = read_position(request.position) if request.position else None
-            async with aclosing(self._api.follow(await self._caller(context), after)) as changes:
+            caller = await self._caller(context)
+            async with self._admitted(caller, request), aclosing(self._api.follow(caller, after)) as changes:
                 async for change in changes:
                     if change is not None:
                         position = "" if change.position is None else position_text(change.position)
@@ -219,6 +240,7 @@ class GrpcServer:
 
 def read_hashes(fields: Sequence[bytes]) -> list[int]:
     """Hashes as text, one per field, or packed as 8 little-endian bytes each. Raises InvalidValue."""
+    check_length("hashes", len(fields), MAX_HASHES)
     if all(map(_NUMBER.fullmatch, fields)):
         numbers = [int(field) for field in fields]
     else:
@@ -226,8 +248,9 @@ def read_hashes(fields: Sequence[bytes]) -> list[int]:
         if len(packed) % HASH_BYTES:
             raise InvalidValue("hashes: expected 64-bit whole numbers, packed or as text")
         numbers = unpack_hashes(packed)
-    if not 0 < len(numbers) <= MAX_HASHES:
-        raise InvalidValue(f"hashes has {len(numbers)} entries; expected 1 to {MAX_HASHES}")
+    check_length("hashes", len(numbers), MAX_HASHES)
+    if not numbers:
+        raise InvalidValue("hashes is empty; expected at least one")
     return [number & MAX_HASH for number in numbers]
 
 

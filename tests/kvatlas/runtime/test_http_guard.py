@@ -4,6 +4,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -11,7 +12,7 @@ import pytest
 import trustme
 
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.connection_shares import RESERVE
+from kvatlas.runtime.connection_shares import RESERVE, RESERVE_SHARE
 from kvatlas.runtime.http_access import HttpAccess
 from kvatlas.runtime.http_server import listen
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
@@ -80,6 +81,17 @@ async def test_a_refused_body_that_does_not_end_is_cut_off() -> None:
     async with serving(HttpAccess(body_bytes=LIMIT, header_s=0.2)) as listener, connected(listener) as stream:
         await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"x" * 2_000)
         assert (await read_to_end(stream)).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_connection_is_idle_after_a_body_that_came_behind_its_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    """HTTP clients send headers and body apart. They may use the connection again, for as long as any other."""
+    access = HttpAccess(body_bytes=LIMIT, header_s=0.2, idle_s=1)
+    async with serving(access) as listener, connected(listener) as stream:
+        await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await stream.receive()).startswith(b"HTTP/1.1 413 ")
+        await stream.send(b"x" * 1001)
+        assert await read_to_end(stream) == b""
+    assert "no whole request" not in caplog.text
 
 
 async def test_a_connection_above_the_limit_gets_a_503_and_the_others_go_on() -> None:
@@ -204,15 +216,47 @@ async def test_a_request_needs_one_of_the_tokens(sent: str | None, status: int) 
         assert (await client.options("/")).status_code == 200
 
 
-async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> None:
+def certified(folder: Path, **changed: Any) -> tuple[HttpAccess, ssl.SSLContext]:
+    """A server's access with a certificate, and a client's context that trusts it."""
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert, key = folder / "cert.pem", folder / "key.pem"
     cert.write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
     key.write_bytes(certificate.private_key_pem.bytes())
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
-    async with serving(HttpAccess(cert_file=cert, key_file=key)) as listener:
+    return HttpAccess(cert_file=cert, key_file=key, **changed), trusting
+
+
+async def test_a_connection_that_does_not_agree_on_tls_has_a_place_like_any_other(tmp_path: Path) -> None:
+    """And no longer than it may take for its headers. Without a place it is closed at once."""
+    access, trusting = certified(tmp_path, connections=2, address_connections=2, header_s=3.0)
+    async with serving(access) as listener, AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(connected(listener)) for _ in range(2 + RESERVE_SHARE)]
+        for _ in range(3):
+            async with connected(listener) as refused:
+                assert await read_to_end(refused) == b""
+        from_elsewhere = httpx.AsyncHTTPTransport(verify=trusting, local_address="127.0.0.2")
+        async with httpx.AsyncClient(transport=from_elsewhere, base_url=listener.url, timeout=60) as probe:
+            assert (await probe.get("/healthz")).status_code == 200
+        for stream in silent:
+            assert await read_to_end(stream) == b""
+        async with httpx.AsyncClient(verify=trusting, base_url=listener.url, timeout=60) as client:
+            assert (await client.get("/")).status_code == 200
+
+
+async def test_refusals_that_are_not_read_hold_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 30.0)
+    async with serving(HttpAccess(connections=1, address_connections=1)) as listener, AsyncExitStack() as stack:
+        for _ in range(1 + RESERVE_SHARE + RESERVE):
+            await (await stack.enter_async_context(connected(listener))).send(UNFINISHED)
+        async with connected(listener) as one_more:
+            assert await read_to_end(one_more) == b""
+
+
+async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> None:
+    access, trusting = certified(tmp_path)
+    async with serving(access) as listener:
         assert listener.url.startswith("https://")
         async with httpx.AsyncClient(verify=trusting, base_url=listener.url) as client:
             assert (await client.get("/")).status_code == 200

@@ -21,6 +21,7 @@ from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.predictions.usage_counts import AnswerUse, User, add_answer_use, read_answer_use
 from kvatlas.store.connection import connected_store
+from kvatlas_cli.usage.rows import UsageRow, to_csv
 from router_client import Prompt, RouterClient
 from router_client.learning.token_counts import Usage
 from tests.end_to_end.processes import query
@@ -73,6 +74,26 @@ def test_sums_are_those_of_the_answers_and_of_the_index(valkey_url: str, cli: Cl
     before = sum(row["resident_byte_seconds"] for row in json.loads(listed))
     assert samples["kvatlas_usage_resident_byte_seconds_total"] >= before
     assert "acme" in ask(cli, valkey_url)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("=HYPERLINK(A1)", "'=HYPERLINK(A1)"),
+        ("+1", "'+1"),
+        ("-1", "'-1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "\\t=1"),
+        ("a\r=1,2", "a\\r=1,2"),
+    ],
+)
+def test_no_name_is_a_formula_of_a_spreadsheet_or_a_line(name: str, written: str) -> None:
+    """Anyone who sends a cache salt names a tenant, where salts are tenants."""
+    rows = [UsageRow(Scope(name, "t", name, name), name), UsageRow(Scope("m", "t", None, "acme"), "a=b")]
+    dangerous, harmless = csv.DictReader(io.StringIO(to_csv(rows)))
+    columns = ("model", "tenant", "adapter", "program")
+    assert {dangerous[column] for column in columns} == {written}
+    assert [harmless[column] for column in columns] == ["m", "acme", "", "a=b"]
 
 
 @pytest.mark.anyio

@@ -10,7 +10,8 @@ from kvatlas.predictions.store import answers_key, read_stored_reports, write_an
 from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor import Level
-from kvatlas_cli.doctor.routers import describe_slow_store
+from kvatlas_cli.doctor.routers import describe_slow_store, judge_conditions
+from kvatlas_router.gateway.counters import GatewayCounters
 from tests.eventually import until
 from tests.kvatlas_cli.doctor.installation import MODEL, Installation, fleet_record, now_us
 
@@ -47,6 +48,20 @@ async def test_a_stalled_worker_is_named_with_the_routers_that_found_it(installa
     assert found.level is Level.ERROR and "worker w is stalled" in found.line and "router r1, r2" in found.line
 
 
+def test_a_request_that_is_lost_counts_once_however_often_it_was_tried() -> None:
+    """A router tries a request several times, and may find a worker in the end. A library alone has only its choices."""
+    for requests, refused, no_workers, line in (
+        (100, 2, 15, "no engine took 2 requests"),
+        (100, 0, 15, ""),
+        (0, 0, 3, "no engine took 3 requests"),
+    ):
+        condition = RouterCondition(sent_us=1, requests=requests, refused=refused, no_workers=no_workers)
+        lost = [one.line for one in judge_conditions({"r": condition}) if one.check == "routers.refused"]
+        assert lost == ([f"router r: {line} of the last minute"] if line else [])
+    counters = GatewayCounters(by_prompt=3, invalid=5, refused=1, late=1, gone=1)
+    assert counters.read_ends() == (5, 2, 1), "a client's own mistakes are no loss"
+
+
 async def test_a_router_with_one_tenant_says_so(installation: Installation) -> None:
     await open_redis_index(installation.store, writer=True)
     await installation.write_records(fleet_record("w"))
@@ -55,7 +70,7 @@ async def test_a_router_with_one_tenant_says_so(installation: Installation) -> N
         await write_answer_report(installation.store, router_id, POOL, AnswerReport(condition=condition))
     open_, proving = await installation.findings("routers.proof")
     assert open_.level is Level.INFO and open_.line.startswith(
-        "router open: every client that reaches it counts as the tenant of --tenant-id"
+        "router open: every client that reaches it belongs to the tenant of --tenant-id"
     )
     assert "--clients-file" in open_.advice
     assert proving.level is Level.OK and "router proving: each request proves its tenant" in proving.line

@@ -63,6 +63,10 @@ def test_a_server_that_shows_no_configuration_has_none_that_is_known(info: Any) 
             FoundConnector(KvConnector.KVCR, 25000),
         ),
         (
+            {"hicache_storage_backend": "kvcr", "hicache_storage_backend_extra_config": "[" * 100_000},
+            FoundConnector(KvConnector.KVCR, None, ()),
+        ),
+        (
             {"hicache_storage_backend": "kvcr", "hicache_storage_backend_extra_config": "{"},
             FoundConnector(KvConnector.KVCR),
         ),

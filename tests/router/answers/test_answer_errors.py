@@ -126,6 +126,23 @@ async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Sto
         assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
 
 
+async def test_an_error_that_anthropics_clients_would_not_see_is_repeated_in_their_form(
+    store: Store, valkey_url: str
+) -> None:
+    part = b'data: {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}\n\n'
+    for error, repeated in ((ERROR, True), (NAMED, False)):
+        async with (
+            faulty_engine(streams(part, error)) as bad,
+            running_fleet(store, {}, {"w1": {"url": bad.url}}),
+            running_proxy(valkey_url) as client,
+        ):
+            body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "stream": True}
+            text = (await client.post("/v1/messages", json=body)).text
+            assert text.startswith((part + error).decode())
+            last = text.removeprefix((part + error).decode())
+            assert last.startswith("event: error\n") and SAID["message"] in last if repeated else not last
+
+
 @pytest.mark.parametrize("end", [chunk(ERROR) + b"0\r\n\r\n", b""], ids=["error", "dies"])
 async def test_what_an_engine_computed_before_it_failed_counts_as_lost(
     store: Store, valkey_url: str, end: bytes
@@ -394,6 +411,7 @@ async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_even
             for _ in range(3):
                 yield PART.replace(b"\n", b"\r")
                 await wanted.wait()
+            yield DONE
 
         return StreamingResponse(body(), media_type="text/event-stream")
 
@@ -407,4 +425,4 @@ async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_even
         async for part in streamed.aiter_raw():  # the engine waits until the first one is here
             text += part
             wanted.set()
-        assert text == 3 * PART.replace(b"\n", b"\r")
+        assert text == 3 * PART.replace(b"\n", b"\r") + DONE

@@ -297,7 +297,8 @@ async def test_requests_without_a_prompt_go_to_some_engine(gateway: Gateway, pic
         answer = await client.post("/v1/completions", **wrong)
         assert answer.status_code in (400, 404) and answer.json()["error"]["message"]
     await gateway.nothing_is_booked()
-    assert (picker.counters.answered, picker.counters.failed, picker.counters.refused) == (2, 3, 1)
+    assert (picker.counters.answered, picker.counters.failed, picker.counters.invalid) == (2, 3, 1)
+    assert not picker.counters.refused, "alerts are about what clients can't cause"
     assert (picker.counters.by_load, picker.counters.by_prompt) == (4, 1)
 
 

@@ -77,19 +77,22 @@ async def test_an_answer_lost_in_the_middle_of_an_event_is_cut(store: Store, val
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n"
 
 
-async def test_a_stream_that_ends_with_its_connection_is_whole_only_with_its_last_event(
-    store: Store, valkey_url: str
+@pytest.mark.parametrize("ended_cleanly", [False, True], ids=["with its connection", "cleanly"])
+async def test_a_stream_that_ends_is_whole_only_with_its_last_event(
+    store: Store, valkey_url: str, ended_cleanly: bool
 ) -> None:
-    head = UNTIL_CLOSED % b"text/event-stream"
+    """A process between the router and a lost engine may end the stream cleanly."""
     for events, ending in {
         EVENT + b"data: [DONE]": "[DONE]",
         EVENT.replace(b"}]}", b', "finish_reason": "stop"}]}'): "stop",
+        EVENT.replace(b"}]}", b', "finish_reason": "stop"}]}') + b'data: {"seconds": 2}': "seconds",
         EVENT: "before the answer",
         EVENT + EVENT[:15]: None,
         b": ping\n\n": "without an event",
     }.items():
+        stream = HEAD + chunk(events) + b"0\r\n\r\n" if ended_cleanly else UNTIL_CLOSED % b"text/event-stream" + events
         async with (
-            raw_engine(head + events) as rude,
+            raw_engine(stream) as rude,
             running_fleet(store, {}, {"w1": {"url": rude.url}}),
             running_proxy(valkey_url) as client,
         ):

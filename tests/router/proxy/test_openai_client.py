@@ -203,6 +203,53 @@ async def test_a_cancelled_stream_ends_at_the_engine(store: Store, valkey_url: s
         await until(ended.is_set, what="the engine noticed")
 
 
+CREATED = (
+    b'event: response.created\ndata: {"type": "response.created", "sequence_number": 0, "response": {"id": "r1"}}\n\n'
+)
+PARTS = {
+    "/v1/chat/completions": b'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": null}]}\n\n',
+    "/v1/completions": b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n',
+    "/v1/responses": b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "item_id": "m1",'
+    b' "output_index": 0, "content_index": 0, "delta": "a", "sequence_number": 1, "logprobs": []}\n\n',
+}
+ENDS: dict[str, list[bytes | None]] = {
+    "ends cleanly": [],
+    "is lost": [None],
+    "is lost in an event": [b'data: {"choi', None],
+    "says an error": [
+        b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+    ],
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_no_unfinished_stream_is_a_whole_answer_for_the_official_client(
+    store: Store, valkey_url: str, end: str
+) -> None:
+    async def answer(request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            path = request.url.path
+            before: list[bytes | None] = [CREATED, PARTS[path]] if path == "/v1/responses" else [PARTS[path]]
+            for part in before + ENDS[end]:
+                if part is None:
+                    raise ConnectionAbortedError("the engine is lost")
+                yield part
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with one_engine(store, valkey_url) as (engine, proxy), openai_client(proxy) as client:
+        engine.answer = answer
+        for stream in (
+            client.chat.completions.create(model=MODEL, messages=CHAT, stream=True),
+            client.completions.create(model=MODEL, prompt="a", stream=True),
+            client.responses.create(model=MODEL, input="a", stream=True),
+        ):
+            events = [await anext(streamed := aiter(await stream))]
+            with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):
+                events += [event async for event in streamed]
+        assert (await proxy_status(proxy))["proxy"]["broken"] == 3
+
+
 async def test_web_pages_of_given_origins_may_ask(store: Store, valkey_url: str) -> None:
     asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
     async with running_fleet(store, {"w1": {}}):

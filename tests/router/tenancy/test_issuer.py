@@ -247,10 +247,16 @@ async def test_keys_of_an_issuer_with_several_are_not_asked_for_again_and_again(
         assert keys.asked == 1
 
 
-async def test_keys_that_were_never_read_prove_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "said", [None, b"[1]", b'{"keys":' + b"[" * 100_000, b'{"keys":[{"kty":"RSA","n":"","e":""}]}']
+)
+async def test_keys_that_were_never_read_prove_nothing(tmp_path: Path, said: bytes | None) -> None:
+    """Whatever the issuer says instead."""
     keys = Keys()
     keys.add("a")
-    proof = proof_of(tmp_path, 'keys_url = "http://127.0.0.1:1/jwks"')
+    (tmp_path / "jwks").write_bytes(said or b"")
+    place = "keys_url = 'http://127.0.0.1:1/jwks'" if said is None else f"keys_file = '{tmp_path / 'jwks'}'"
+    proof = proof_of(tmp_path, place)
     with pytest.raises(KeysUnknown):
         await prove(proof, keys.sign())
 

@@ -1,12 +1,18 @@
 """Anthropic's messages and OpenAI's responses become the chats that vLLM and SGLang make of them."""
 
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
 
+from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.chat_form import as_chat
+from kvatlas_router.tokens.chat_template import ChatTemplate
+from kvatlas_router.tokens.engine_questions import question_before_media, render_question, tokenize_question
+from tests.router.tokens.small_model import CHATML
 
 VLLM, SGLANG = EngineKind.VLLM, EngineKind.SGLANG
 USER = {"role": "user", "content": "Who?"}
@@ -167,3 +173,25 @@ def test_responses_whose_rendering_a_router_can_not_know_have_no_tokens(kind: En
     with pytest.raises(CannotTokenize, match="a router can't render that as the engine does") as error:
         as_chat(TextRequest(Api.RESPONSES, {"input": "Who?", **body}, kind))
     assert error.value.why is Why.UNSUPPORTED
+
+
+WRONG: tuple[Any, ...] = (5, 1.5, True, "x", [5], ["x"], [None], {"a": 1}, [{"type": "x"}], [{"function": 5}])
+FIELDS = ("messages", "input", "system", "instructions", "tools", "tool_choice", "thinking", "output_config", "reasoning",
+          "chat_template_kwargs", "continue_final_message", "reasoning_effort", "documents", "response_format")  # fmt: skip
+OF_MESSAGES = ("role", "content", "tool_calls", "type", "arguments", "output", "summary", "status", "name")
+
+
+@pytest.mark.parametrize("kind", [VLLM, SGLANG])
+@pytest.mark.parametrize("api", [Api.CHAT, Api.MESSAGES, Api.RESPONSES])
+def test_values_of_the_wrong_kind_are_no_failure_of_the_tokenizer(api: Api, kind: EngineKind) -> None:
+    """Engines refuse most of them."""
+    template = ChatTemplate({"default": CHATML})
+    readers = (render_question, tokenize_question, question_before_media, lambda asked: template.render(as_chat(asked)))
+    bodies = [{name: value} for name in FIELDS for value in WRONG]
+    for last in (
+        {**USER, "role": role, name: value} for role in ("user", "assistant") for name in OF_MESSAGES for value in WRONG
+    ):
+        bodies.append({"messages": [USER, last], "input": [USER, last]})
+    for body, read in product(bodies, readers):
+        with suppress(CannotTokenize, InvalidValue):
+            read(TextRequest.of(api, {"messages": [USER], "input": [USER], **body}).of_engines(kind, "m", None))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.errors import SettingsError
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.chat_template import ChatTemplate
@@ -126,7 +126,7 @@ def test_vllm_leaves_out_what_it_does_not_know_and_a_line_that_differs_each_time
 def test_tool_call_arguments_that_are_not_json_are_an_error(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     template = ChatTemplate({"default": "{{ messages[0].tool_calls }}"})
-    with pytest.raises(InvalidValue, match="tool call arguments are .*; expected JSON"):
+    with pytest.raises(CannotTokenize, match="tool call arguments are .*; expected JSON"):
         template.render(chat([{"role": "assistant", "content": None, "tool_calls": [call]}]))
 
 

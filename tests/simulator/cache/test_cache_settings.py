@@ -1,7 +1,6 @@
 """What a user of the cache alone sees: tables, handles, sentences, limits."""
 
 import runpy
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -165,8 +164,9 @@ def test_levels_of_pressure_are_ordered_and_a_callback_may_use_the_cache() -> No
     assert cache.sequence_ids == (1,) and cache.pressure is MemoryPressure.MEDIUM
 
 
-def test_the_example_prints_what_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_the_lines_that_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples/cache_manager.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert "insufficient blocks: need" in printed
-    assert textwrap.indent(printed, "    ") in (ROOT / "docs/cache-manager.md").read_text()
+    printed = iter(capsys.readouterr().out.splitlines())
+    page = (ROOT / "docs/cache-manager.md").read_text()
+    shown = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    assert len(shown) > 5 and all(line in printed for line in shown), "another text, or another order"

@@ -1,0 +1,93 @@
+"""What one tenant tries against others at the index server: more than its share, over every protocol."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvatlas.identity import Scope
+from kvatlas.index.redis.index import open_redis_index
+from kvatlas.store.connection import Store
+from kvatlas_router.queries.changes import follow
+from kvatlas_router.queries.grpc_api.index_pb2 import Change, FollowRequest, OverlapRequest, OverlapResponse
+from kvatlas_router.queries.grpc_api.server import SERVICE
+from tests.attacks.guarded_router import ACME, OTHER, bearer, clients_text
+from tests.indexer.running_replica import running_replica
+from tests.router.proxy.engines import MODEL, record
+from tests.router.queries.grpc_api.test_radix_index import ask, keyspace, query
+from tests.router.queries.servers import TOKENS, hold, running_index_server, write
+
+pytestmark = pytest.mark.anyio
+
+PER_MINUTE = 4
+
+
+async def test_a_clients_limits_hold_for_all_protocols_together(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """A stream of questions is no way around them; nor is a long list, which is refused before it is read."""
+    index = await open_redis_index(store, writer=True)
+    await write(store, record("b", "http://b:8000"))
+    await hold(index, "b", TOKENS, scope=Scope(MODEL, MODEL, None, "other"))
+    limits = f"requests_per_minute = {PER_MINUTE}\n        body_bytes = 100000"
+    (tmp_path / "clients.toml").write_text(clients_text(other=limits))
+    given = {"clients_file": tmp_path / "clients.toml", "control_port": 0, "grpc_port": 0}
+    async with (
+        running_index_server(valkey_url, **given) as (client, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        overlap: grpc.aio.UnaryUnaryMultiCallable[OverlapRequest, OverlapResponse] = channel.unary_unary(
+            f"/{SERVICE}/Overlap",
+            request_serializer=OverlapRequest.SerializeToString,
+            response_deserializer=OverlapResponse.FromString,
+        )
+
+        async def refusal(key: str, request: OverlapRequest) -> tuple[grpc.StatusCode, str | None]:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await overlap(request, metadata=tuple(bearer(key).items()))
+            return refused.value.code(), refused.value.details()
+
+        for key, tokens, why in ((OTHER, 200_000, "bytes"), (ACME, 4_000_001, "entries")):
+            code, line = await refusal(key, OverlapRequest(model=MODEL, token_ids=[1] * tokens))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and why in (line or "")
+        used = await ask(port, *(query(number, keyspace()) for number in range(2)), **bearer(OTHER))
+        assert [len(one) for one in used.values()] == [1, 1]
+        for _ in range(PER_MINUTE - 2):
+            (holder,) = (
+                await overlap(OverlapRequest(model=MODEL, token_ids=TOKENS), metadata=tuple(bearer(OTHER).items()))
+            ).holders
+            assert holder.worker == "b"
+        code, line = await refusal(OTHER, OverlapRequest(model=MODEL, token_ids=TOKENS))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "requests a minute" in (line or "")
+        assert await ask(port, query(1, keyspace()), **bearer(OTHER)) == {1: []}
+        question = {"model": MODEL, "token_ids": TOKENS}
+        assert (await client.post("/query", json=question, headers=bearer(OTHER))).status_code == 429
+        assert (await client.post("/query", json=question, headers=bearer(ACME))).status_code == 200
+
+
+async def test_one_tenants_followers_leave_room_for_others(
+    store: Store, valkey_url: str, fresh_nats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas_router.queries.api.MOST_OF_TENANT", 2)
+    (tmp_path / "clients.toml").write_text(clients_text())
+    given = {"clients_file": tmp_path / "clients.toml", "control_port": 0, "grpc_port": 0, "nats_url": fresh_nats}
+    async with (
+        running_replica(fresh_nats, valkey_url),
+        running_index_server(valkey_url, **given) as (client, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        AsyncExitStack() as followers,
+    ):
+        path = "/kvatlas/changes"
+        for _ in range(2):
+            stream = await followers.enter_async_context(client.stream("GET", path, headers=bearer(OTHER)))
+            assert stream.status_code == 200
+        assert (await client.get(path, headers=bearer(OTHER))).status_code == 503
+        call: grpc.aio.UnaryStreamMultiCallable[FollowRequest, Change] = channel.unary_stream(
+            f"/{SERVICE}/Follow",
+            request_serializer=FollowRequest.SerializeToString,
+            response_deserializer=Change.FromString,
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="2 followers of this tenant"):
+            await call(FollowRequest(), metadata=tuple(bearer(OTHER).items())).read()
+        stream = await followers.enter_async_context(client.stream("GET", path, headers=bearer(ACME)))
+        assert stream.status_code == 200
+    assert follow.MOST_OF_TENANT < follow.MOST_FOLLOWERS
