@@ -194,7 +194,6 @@ class BlockTable:
                 self._count(holder, scope_id, tier, keys)
 
     def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Add blocks to a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.setdefault(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
@@ -208,7 +207,6 @@ class BlockTable:
             counts.stored += len(changed)
 
     def remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Remove blocks from a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.get(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
