@@ -44,9 +44,9 @@ FIRST_SEED = 100
 OUR = "kvatlas"
 TERMS = (
     "kvatlas-no-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
-    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-3-replicas",
+    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-slo-penalty", "kvatlas-engine-priority",
 )  # fmt: skip
-"""kvatlas without one of its parts, with one more, or with true values for its estimates."""
+"""kvatlas without one of its parts, with true values for its estimates, or with an option on."""
 RIVALS = ("sglang-router", "inference-extension", "llm-d", "prefix-tokens", "lmetric")
 OTHERS = ("round-robin", "least-loaded", "session", "least-prefill-tokens", "oracle")
 """Policies of the full study only: weaker than the rivals, and the oracle, which takes as long as all the others."""
@@ -76,7 +76,7 @@ CASES = (
     Case("long answers", "thought"),
     Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8)),
     Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
-    Case("agents, a worker is lost", "agents", replace(FLEET, outages=(Outage(0, 0.5, 0.5, 0.9),))),
+    Case("agents, the busiest worker is lost", "agents", replace(FLEET, outages=(Outage(None, 0.5, 0.5, 0.9),))),
     Case("agents, hybrid model", "agents", replace(FLEET, layout=_HYBRID)),
 )
 

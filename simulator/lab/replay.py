@@ -31,9 +31,11 @@ START_US = 1e6
 @dataclass(frozen=True, slots=True)
 class Outage:
     """An engine takes no new requests from `begins` on, ends at `stops`, and is back with an empty cache at `ends`. Requests
-    that are open when it stops are sent again. Times are shares of the time in which requests arrive."""
+    that are open when it stops are sent again. Times are shares of the time in which requests arrive. `engine` None: the one
+    that has the most open requests when the outage begins; a fixed one would favour a policy that happens to leave it
+    idle."""
 
-    engine: int
+    engine: int | None
     begins: float
     stops: float
     ends: float
@@ -205,9 +207,7 @@ class _Replay:
             begins_us, stops_us, ends_us = (
                 first_us + share * (last_us - first_us) for share in (outage.begins, outage.stops, outage.ends)
             )
-            self._at(begins_us, partial(self._set_up, outage.engine, False, begins_us))
-            self._at(stops_us, partial(self._stop, outage.engine, stops_us))
-            self._at(ends_us, partial(self._set_up, outage.engine, True, ends_us))
+            self._at(begins_us, partial(self._begin_outage, outage.engine, begins_us, stops_us, ends_us))
         for number, (when_us, request) in enumerate(self._arrivals):
             self._run_until(when_us)
             if on_progress is not None and number % 64 == 0:
@@ -235,6 +235,14 @@ class _Replay:
         while self._events and self._events[0][0] <= when_us:
             _, _, action = heappop(self._events)
             action()
+
+    def _begin_outage(self, number: int | None, now_us: float, stops_us: float, ends_us: float) -> None:
+        if number is None:
+            open_requests = [len(engine.running) + len(engine.waiting) for engine in self._engines]
+            number = open_requests.index(max(open_requests))
+        self._set_up(number, False, now_us)
+        self._at(stops_us, partial(self._stop, number, stops_us))
+        self._at(ends_us, partial(self._set_up, number, True, ends_us))
 
     def _set_up(self, number: int, up: bool, now_us: float) -> None:
         self._engines[number].up = up

@@ -41,7 +41,7 @@ from router_client.pricing.quotes import rendezvous_weight, with_source
 from router_client.pricing.ranking import IN_FLIGHT, RankedResults
 from router_client.pricing.slo import Advice, advise
 from router_client.prompt import Prompt
-from router_client.settings import BookingSettings, RouterSettings
+from router_client.settings import BookingSettings, LimitSettings, RouterSettings, SloMode
 
 POOL = pool_id(MODEL, MODEL)
 _SLO = Slo(ttft_ms=2_000, tpot_ms=100)
@@ -61,8 +61,8 @@ class AtlasSettings:
     False: everything that hybrids hold counts as reusable. `replicas` routers take requests in turn; unless their
     bookings are `shared`, each knows only its own and the engines' reports. `true_loads`: each choice sees the current
     loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines fetch
-    KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `sheds`: requests
-    that are advised to be shed are refused."""
+    KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `slo`: the effect
+    of the objective; `sheds`: requests that are advised to be shed are refused."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -74,6 +74,7 @@ class AtlasSettings:
     true_rates: bool = False
     fetches: bool = False
     priorities: bool = False
+    slo: SloMode = SloMode.TOLD
     sheds: bool = False
 
 
@@ -104,7 +105,9 @@ class Atlas(LoadBlind):
         self._index = held if settings.marks else ResidencyOnly(held)
         self._cost = cost
         self._settings = settings
-        self._router_settings = RouterSettings(booking=settings.booking, router_id="lab")
+        self._router_settings = RouterSettings(
+            booking=settings.booking, router_id="lab", limits=LimitSettings(slo=settings.slo)
+        )
         self._policy = RoutingPolicy(self._router_settings)
         self._block_tokens = engines[0].block_tokens
         self._clock = _Clock()

@@ -19,7 +19,7 @@ from kvatlas_simulator.lab.policies.dynamo.policy import PACKAGE, Dynamo
 from kvatlas_simulator.lab.policies.oracle import Oracle
 from kvatlas_simulator.lab.policies.outstanding_tokens import LeastPrefillTokens, LMetric, PrefixTokens
 from kvatlas_simulator.lab.policies.protocol import Policy
-from router_client.settings import BookingSettings
+from router_client.settings import BookingSettings, SloMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ POLICIES: Mapping[str, PolicyKind] = {
     "kvatlas-fetching": _atlas("engines fetch KV from each other", AtlasSettings(fetches=True)),
     "kvatlas-engine-priority": _atlas(
         "engines' queues are ordered by arrival and work", AtlasSettings(priorities=True)
+    ),
+    "kvatlas-slo-penalty": _atlas(
+        "engines that would miss the objective cost more", AtlasSettings(slo=SloMode.PENALTY)
     ),
     "kvatlas-shedding": _atlas("requests that no engine could begin within 2 s are refused", AtlasSettings(sheds=True)),
     "kvatlas-no-reservations": _atlas(

@@ -110,3 +110,14 @@ def test_requests_of_an_engine_that_ends_are_served_elsewhere(policy: str) -> No
     lost, whole = (replay(workload, policy, replace(FLEET, outages=some), 1, speed=8.0) for some in (outages, ()))
     assert len(lost.served) == len(workload.requests)
     assert sum(lost.prefilled_tokens) > sum(whole.prefilled_tokens)  # what the engines held is computed again
+
+
+def test_the_busiest_engine_can_be_lost() -> None:
+    """In a fleet that is nearly idle, an engine with a fixed number may have nothing to lose."""
+    workload, outage = generate("agents", 3, 60), Outage(None, 0.5, 0.5, 0.9)
+    whole, lost, *fixed = (
+        replay(workload, "session", replace(FLEET, outages=outages), 1).served
+        for outages in ((), (outage,), *((replace(outage, engine=number),) for number in range(4)))
+    )
+    assert lost in fixed
+    assert max(one.ttft_us for one in lost) > max(one.ttft_us for one in whole)
