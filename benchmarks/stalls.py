@@ -28,7 +28,7 @@ from kvatlas.embedded import valkey_server
 from kvatlas.events import IndexEvent, Message, Removed, ScopeUse, SnapshotChunk, Stored
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.protocol import ResidencyIndex
-from kvatlas.index.redis.index import open_redis_index
+from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.store.connection import connected_store
 from kvatlas_publishers.stream.outbox import Outbox
 
@@ -103,17 +103,17 @@ async def _apply(index: ResidencyIndex, messages: Sequence[wire.RawMessage]) -> 
     await index.apply(shard_of(0, 1), batches)
 
 
-async def _sweep(index: ResidencyIndex) -> None:
+async def _sweep(index: RedisIndex) -> None:
     while await index.sweep(0, SWEEP_BLOCKS):
         pass
 
 
-async def _retire_all(index: ResidencyIndex) -> None:
+async def _retire_all(index: RedisIndex) -> None:
     for record in await index.records(0):
         await index.retire(record.worker_id, record.incarnation)
 
 
-async def snapshots(index: ResidencyIndex) -> AsyncIterator[str]:
+async def snapshots(index: RedisIndex) -> AsyncIterator[str]:
     """One worker of 300,000 blocks, then 64 of 5,000 equal blocks that all restart, and sweeps."""
     scope = Scope("bench", "large")
     large = BenchedWorker("large")
@@ -131,7 +131,7 @@ async def snapshots(index: ResidencyIndex) -> AsyncIterator[str]:
     yield "sweep of 300,000 blocks"
 
 
-async def values_of_many_holders(index: ResidencyIndex) -> AsyncIterator[str]:
+async def values_of_many_holders(index: RedisIndex) -> AsyncIterator[str]:
     """256 workers, each of which holds a different half of 8,000 blocks: no two values are equal, and each is 512 bytes."""
     scope = Scope("bench", "values")
     rng = random.Random(7)
@@ -154,7 +154,7 @@ async def values_of_many_holders(index: ResidencyIndex) -> AsyncIterator[str]:
     yield "sweep of 256 retired holders"
 
 
-async def many_scopes(index: ResidencyIndex) -> AsyncIterator[str]:
+async def many_scopes(index: RedisIndex) -> AsyncIterator[str]:
     """Two workers with one block in each of 20,000 scopes."""
     scopes = [Scope("bench", "scopes", None, f"tenant-{number}") for number in range(20_000)]
     fleet = [BenchedWorker(f"w{number}") for number in range(2)]
@@ -176,7 +176,7 @@ async def many_scopes(index: ResidencyIndex) -> AsyncIterator[str]:
     yield "20,000 scopes forgotten"
 
 
-async def many_workers(index: ResidencyIndex) -> AsyncIterator[str]:
+async def many_workers(index: RedisIndex) -> AsyncIterator[str]:
     """20,000 workers."""
     scope = Scope("bench", "workers")
     hashes = os.urandom(4 * HASH_BYTES)
@@ -196,7 +196,7 @@ async def many_workers(index: ResidencyIndex) -> AsyncIterator[str]:
     yield "cleared"
 
 
-SHAPES: tuple[Callable[[ResidencyIndex], AsyncIterator[str]], ...] = (
+SHAPES: tuple[Callable[[RedisIndex], AsyncIterator[str]], ...] = (
     snapshots,
     values_of_many_holders,
     many_scopes,
@@ -209,7 +209,7 @@ USUAL = (snapshots, values_of_many_holders)
 
 
 async def measure(
-    shapes: Sequence[Callable[[ResidencyIndex], AsyncIterator[str]]] = SHAPES, binary: Path | None = None
+    shapes: Sequence[Callable[[RedisIndex], AsyncIterator[str]]] = SHAPES, binary: Path | None = None
 ) -> list[Result]:
     results = []
     async with _store(binary) as store:

@@ -139,7 +139,6 @@ class Replica:
 
     @property
     def stream_partitions(self) -> int:
-        """Number of partitions of the stream."""
         return self._index.partitions
 
     @property

@@ -19,7 +19,6 @@ class ScopeUse:
 
     @property
     def sizes(self) -> BlockSizes:
-        """The sizes alone."""
         return BlockSizes(self.block_size, self.block_bytes, self.tier_bytes)
 
 

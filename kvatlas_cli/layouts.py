@@ -114,7 +114,6 @@ async def delete(store: Store, number: int) -> int:
 
 
 async def read_states(store: Store) -> list[LayoutState]:
-    """All layouts, by number."""
     answering = await read_answering(store)
     states = []
     for number in await read_numbers(store):

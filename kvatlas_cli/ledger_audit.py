@@ -20,7 +20,9 @@ from kvatlas.bus.control import ControlOp, ControlReply
 from kvatlas.bus.control_requests import ask_publishers
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, shard_of
-from kvatlas.index.protocol import RecountResult, ResidencyIndex, WorkerRecord
+from kvatlas.index.protocol import ResidencyIndex, WorkerRecord
+from kvatlas.index.redis.index import RedisIndex
+from kvatlas.index.redis.recount import RecountResult
 
 POLL_S = 0.05
 ROUNDS = 4
@@ -67,7 +69,7 @@ class WorkerAudit:
 
 
 async def audit_workers(
-    index: ResidencyIndex, client: Client, worker_ids: Iterable[str], deadline_s: float, drained: Collection[str] = ()
+    index: RedisIndex, client: Client, worker_ids: Iterable[str], deadline_s: float, drained: Collection[str] = ()
 ) -> list[WorkerAudit]:
     """One verdict per worker, sorted by worker. Workers with neither blocks nor an answer are left out. Raises Unreachable.
 

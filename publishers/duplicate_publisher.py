@@ -61,7 +61,6 @@ class DuplicatePublisherWatch:
             await self._wakeup.wait(max(0.1, left_s))
 
     async def stop(self) -> None:
-        """Unsubscribe."""
         await unsubscribe(self._subscription, self._client)
 
     async def _on_heartbeat(self, msg: Msg) -> None:

@@ -4,20 +4,25 @@ It is one file with a checksum, replaced as a whole (new file written, synced, r
 torn, of another version or of another worker, the publisher starts empty; this is not an error.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Self
 
 import msgpack
 
 from kvatlas.bus.wire import MAX_INCARNATION
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas_publishers.counters import PublisherCounters
 
 _MAGIC = b"kvatlas-publisher-state\x01"
 _CHECKSUM_BYTES = 16
+
+log = logging.getLogger("kvatlas.publisher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,11 @@ class StateFile:
         self.warnings = 0
         self.warning = ""
 
-    def check_writable(self) -> None:
-        """Check that the folder can be created and written, rather than failing at the first save. Raises SettingsError."""
-        folder = self.path.parent
+    @classmethod
+    def of(cls, folder: Path | None, worker_id: str) -> Self | None:
+        """The file in this folder; None without one. Raises SettingsError if the folder can't be created or written."""
+        if folder is None:
+            return None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
@@ -55,6 +62,18 @@ class StateFile:
         except OSError as error:
             line = f"--state-dir (or KVATLAS_STATE_DIR): can't write to {folder}: {error.strerror}"
             raise SettingsError(f"{line}; expected a folder for the saved ledger") from error
+        return cls(folder, worker_id)
+
+    def try_save(self, state: SavedState, counters: PublisherCounters) -> bool:
+        """`save`, counted. An error is logged, because publishing continues."""
+        try:
+            self.save(state)
+        except OSError as error:
+            counters.saves_failed += 1
+            log.warning("worker %s: state was not saved to %s: %s", self._worker_id, self.path, error.strerror)
+            return False
+        counters.saves += 1
+        return True
 
     def save(self, state: SavedState) -> None:
         """Replace the file. After a crash at any point it has either the old or the new state. Raises OSError."""

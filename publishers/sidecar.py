@@ -1,8 +1,8 @@
 """The publisher process: follows the feeds of one or several engine ranks and publishes their blocks."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,7 @@ class EngineSidecar:
         """Raises SettingsError if there is no endpoint, a rank's endpoints have no port to add to, or the state folder can't be
         written."""
         rank = settings.dp_rank
+        self._settings = settings
         self._publisher_settings = PublisherSettings.of(settings)
         self.worker_id = self._publisher_settings.worker_id
         if settings.endpoint is None:
@@ -158,18 +159,10 @@ class EngineSidecar:
             bind=settings.bind,
             distrust_poison=settings.distrust_poison,
         )
-        self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
-        if self._state_file is not None:
-            self._state_file.check_writable()
-        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
-        self._dead_letters = DeadLetters(letters, self.worker_id)
-        self._saved_at = 0
+        self._state_file = StateFile.of(settings.state_dir, self.worker_id)
+        self._dead_letters = DeadLetters(settings.state_dir, self.worker_id)
         self._saved: SavedState | None = None
         self._feed: Feed | None = None
-        self._engine_kind = settings.engine
-        self._engine_url = settings.engine_url if settings.engine in _LIST_SOCKETS else None
-        self._lmcache_endpoint = settings.lmcache_endpoint
-        self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
@@ -187,14 +180,7 @@ class EngineSidecar:
             on_engine_restart=self._on_engine_restart,
             on_start_over=self._on_start_over,
         )
-        if self._lmcache_endpoint is not None:
-            self._lmcache = LMCacheSubscription(
-                self._lmcache_endpoint,
-                self._lmcache_model,
-                self.worker_id,
-                lambda: publisher.ledger,
-                on_batch=publisher.record,
-            )
+        self._lmcache = LMCacheSubscription.of(self._settings, publisher)
         self._context = context
         batches = OpenBatches(publisher) if self._feed_settings.engine is EngineKind.OPEN else None
 
@@ -240,16 +226,17 @@ class EngineSidecar:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(feed.run)
-                    if self._engine_url is not None:
-                        tasks.start_soon(self._follow_sockets, publisher, feed, self._engine_url)
+                    if self._settings.engine_url is not None and self._settings.engine in _LIST_SOCKETS:
+                        tasks.start_soon(self._follow_sockets, publisher, feed, self._settings.engine_url)
                     if self._lmcache is not None:
                         tasks.start_soon(self._lmcache.run, self._context)
                     if self._state_file is not None:
-                        tasks.start_soon(self._save_regularly, publisher, feed)
+                        tasks.start_soon(self._save_regularly, publisher, feed, self._state_file)
                     ready(publisher)
             finally:
                 await publisher.close_gently()
-                self._save(publisher, feed)
+                if self._state_file is not None:
+                    self._state_file.try_save(self._state(publisher, feed), publisher.counters)
 
     async def _follow_sockets(self, publisher: Publisher, feed: Feed, url: str) -> None:
         """Follow an engine whose port is chosen by its operating system: after a restart it has another port, and lists it."""
@@ -258,7 +245,7 @@ class EngineSidecar:
         while True:
             await anyio.sleep(LOOK_S)
             if feed.is_away and publisher.engine.poller is not None and publisher.engine.state is EngineState.UP:
-                listed = await listed_source(url, self._feed_settings.rank, self._engine_kind)
+                listed = await listed_source(url, self._feed_settings.rank, self._settings.engine)
                 if listed is not None:
                     feed.move(listed.endpoint, listed.replay_endpoint)
 
@@ -320,39 +307,17 @@ class EngineSidecar:
         if self._saved is not None:
             poller.compare(self._saved.weight_version, self._saved.adapter_roots)
 
-    async def _save_regularly(self, publisher: Publisher, feed: Feed) -> None:
-        pause_s = SAVE_EVERY_S
+    async def _save_regularly(self, publisher: Publisher, feed: Feed, file: StateFile) -> None:
+        pause_s, saved_at = SAVE_EVERY_S, 0
         while True:
             await anyio.sleep(pause_s)
-            if feed.consistent and publisher.counters.engine_batches != self._saved_at:
+            if feed.consistent and (batches := publisher.counters.engine_batches) != saved_at:
                 started_s = monotonic()
                 state = self._state(publisher, feed)
                 # packing a million blocks takes a second, so larger ledgers are saved less often
                 pause_s = max(SAVE_EVERY_S, SAVE_SHARE * (monotonic() - started_s))
-                with self._count_save(publisher) as file:
-                    await anyio.to_thread.run_sync(file.save, state)
-
-    def _save(self, publisher: Publisher, feed: Feed) -> None:
-        """Save at the end."""
-        if self._state_file is not None:
-            with self._count_save(publisher) as file:
-                file.save(self._state(publisher, feed))
-
-    @contextmanager
-    def _count_save(self, publisher: Publisher) -> Iterator[StateFile]:
-        """Count and log an error of saving; publishing continues."""
-        assert self._state_file is not None
-        batches = publisher.counters.engine_batches
-        try:
-            yield self._state_file
-        except OSError as error:
-            publisher.counters.saves_failed += 1
-            log.warning(
-                "worker %s: state was not saved to %s: %s", self.worker_id, self._state_file.path, error.strerror
-            )
-        else:
-            publisher.counters.saves += 1
-            self._saved_at = batches
+                if await anyio.to_thread.run_sync(file.try_save, state, publisher.counters):
+                    saved_at = batches
 
     def _state(self, publisher: Publisher, feed: Feed) -> SavedState:
         """The ledger with its matching position in the feed."""

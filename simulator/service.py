@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from starlette.types import ASGIApp
 
 from kvatlas.runtime.http_server import listen, serve
 from kvatlas_simulator.cache.block_hash import BlockHasher
@@ -15,7 +16,6 @@ from kvatlas_simulator.cache.resident_blocks import list_resident_blocks
 from kvatlas_simulator.engine.core import EngineCore
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.loop import EngineLoop, NoEvents
-from kvatlas_simulator.http.answer_faults import AnswerFaults
 from kvatlas_simulator.http.kv_fetch import KvFetches, connector_config
 from kvatlas_simulator.http.kv_transfer import KvTransfers
 from kvatlas_simulator.http.server import EngineApi
@@ -37,8 +37,13 @@ class EngineAddresses:
     replay_endpoint: str | None
 
 
-async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses], None] | None = None) -> None:
-    """Run one engine until cancelled. Calls `ready` once the HTTP server and both event sockets are up.
+async def run_engine(
+    settings: EngineSettings,
+    ready: Callable[[EngineAddresses], None] | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda application: application,
+) -> None:
+    """Run one engine until cancelled. Calls `ready` once the HTTP server and both event sockets are up. `wrap`: wraps the
+    engine's HTTP application.
 
     Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
     """
@@ -64,7 +69,6 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
             vocab_size=settings.vocab_size,
             resident_blocks=resident_blocks,
             keep_alive_s=settings.sse_keep_alive_interval,
-            faults=AnswerFaults(settings.answer_fault, settings.answer_fault_share, settings.answer_fault_event),
             transfers=KvTransfers(engine, settings.disaggregation, settings.transfer_us_per_token, settings.speed_up),
             fetches=KvFetches(engine, settings.kv_connector, hasher, settings.transfer_us_per_token, settings.speed_up),
             connector_config=connector_config(settings.kv_connector, listener.url),
@@ -83,7 +87,7 @@ async def run_engine(settings: EngineSettings, ready: Callable[[EngineAddresses]
         async with anyio.create_task_group() as running:
             running.start_soon(feed.serve_replay)
             running.start_soon(engine.run)
-            await running.start(partial(serve, grace_s=GRACE_S), api.application(), listener)
+            await running.start(partial(serve, grace_s=GRACE_S), wrap(api.application()), listener)
             if ready is not None:
                 ready(addresses)
 

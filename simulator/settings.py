@@ -12,7 +12,6 @@ from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.cache.eviction import BuiltInPolicy
 from kvatlas_simulator.engine.scheduler import SchedulerLimits
 from kvatlas_simulator.engine.step_cost import StepCost
-from kvatlas_simulator.http.answer_faults import AnswerFault
 from kvatlas_simulator.http.kv_transfer import Disaggregation
 from kvatlas_simulator.hybrid_cache.groups import CacheGroup, parse_groups
 from kvatlas_simulator.zmq_events import EventEncoding, FeedSettings
@@ -31,7 +30,6 @@ class EngineSettings(ProcessSettings):
         COMMON: "model port endpoint block_size num_gpu_blocks",
         "HTTP server": "host adapters vocab_size answers_text enable_scale_out disaggregation kv_connector kv_gib_per_s "
         "health_waits sse_keep_alive_interval",
-        "Faults": "answer_fault answer_fault_share answer_fault_event",
         "KV events": "replay_endpoint bind topic events buffer_steps self_describing_offload report_hits",
         "KV cache": "num_cpu_blocks eviction groups retention_interval seed",
         "Scheduler": "max_num_seqs max_num_batched_tokens queue_limit",
@@ -123,14 +121,6 @@ class EngineSettings(ProcessSettings):
     sse_keep_alive_interval: float = Field(
         default=0.0, ge=0, le=3600, description="A stream that waits this many seconds sends a comment; 0: never."
     )
-
-    answer_fault: AnswerFault = Field(
-        default=AnswerFault.NONE,
-        description="Broken answers with status 200: an error; or, after a part of a stream, an error, a cut connection, no "
-        "further byte while nothing computes (hang), or the engine's process killed.",
-    )
-    answer_fault_share: float = Field(default=1.0, ge=0, le=1, description="Share of the answers that have the fault.")
-    answer_fault_event: Count = Field(default=1, description="Events of a stream before its fault.")
 
     @field_validator("adapters")
     @classmethod

@@ -213,7 +213,6 @@ class FailureDetector:
 
     @property
     def workers(self) -> dict[str, Liveness]:
-        """Every judged worker."""
         return {worker_id: worker.liveness for worker_id, worker in self._workers.items()}
 
     def _record(self, worker_id: str) -> FleetRecord:

@@ -41,7 +41,6 @@ class Echo:
             raise TimeoutError(f"no echo from NATS in {deadline_s:g} s")
 
     async def stop(self) -> None:
-        """Unsubscribe."""
         if self._subscription is not None:
             await unsubscribe(self._subscription, self._client)
         self._subscription = None

@@ -72,7 +72,6 @@ class OwnedPartitions:
 
     @property
     def partitions(self) -> Collection[int]:
-        """The owned partitions."""
         return self._running.keys()
 
     def status(self, now_us: int) -> list[PartitionStatus]:
@@ -98,7 +97,6 @@ class OwnedPartitions:
         self._on_start.append(listener)
 
     def start(self, partitions: Sequence[int]) -> None:
-        """Start a reader for each of these partitions."""
         assert self._group is not None
         for partition in partitions:
             running = self._running[partition] = _RunningReader(self._new_reader(partition))

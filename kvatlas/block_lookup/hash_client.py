@@ -58,7 +58,6 @@ class EngineHashes:
         return reply.hashes[: len(sequence_hashes)] if reply.worker_id == worker_id else []
 
     async def close(self) -> None:
-        """Disconnect."""
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)

@@ -61,7 +61,6 @@ class BlockLookup:
         return len(held)
 
     async def sequence_hashes(self, scope: Scope, name: BlockName) -> Sequence[int]:
-        """Sequence hashes of the blocks in this scope that have this name."""
         if isinstance(name, int):
             return [name]
         if isinstance(name, NameInEngine):

@@ -160,7 +160,6 @@ def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapp
 
 
 def _lost_holders(before: bytes, after: bytes) -> set[int]:
-    """Holders in `before` that are not in `after`."""
     if (lost := _single_lost_entry(before, after)) is not None:
         return {lost >> 8}
     return {entry >> 8 for entry in _entries(before)} - {entry >> 8 for entry in _entries(after)}

@@ -39,7 +39,6 @@ class ScopeFields(WireRecord):
 
     @classmethod
     def fields_of(cls, scope: Scope) -> dict[str, Any]:
-        """This scope as record fields."""
         names = ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain")
         return {name: getattr(scope, name) for name in names}
 

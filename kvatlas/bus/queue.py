@@ -142,7 +142,6 @@ class PartitionQueue:
         return entries[:count], size
 
     def record_applied(self, batch: PartitionBatch) -> None:
-        """Record that the index applied a batch of this queue."""
         self.in_flight -= 1
         if batch.position is not None:
             self.applied_seq = batch.position.seq

@@ -27,7 +27,6 @@ class OwnedDirectory:
         unnamed.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Remove the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 

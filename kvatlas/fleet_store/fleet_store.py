@@ -49,12 +49,10 @@ FLEET_LIBRARY = FunctionLibrary(
 
 
 def members_key(layout: int) -> str:
-    """The key of a layout's members."""
     return f"{MEMBERS}:{layout}" if layout else MEMBERS
 
 
 def leases_key(layout: int) -> str:
-    """The key of a layout's leases."""
     return f"{LEASES}:{layout}" if layout else LEASES
 
 

@@ -48,12 +48,6 @@ def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
     return len(value), False
 
 
-def flags_in(value: bytes, number: bytes) -> int:
-    """The holder's flags byte; 0 if there is no entry."""
-    at, found = find_entry(value, number)
-    return value[at + NUMBER_BYTES] if found else 0
-
-
 def without_holder(value: bytes, number: bytes) -> bytes:
     """The value without the holder's entry, whatever its tiers."""
     at, found = find_entry(value, number)

@@ -90,24 +90,6 @@ class ApplyResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RecountResult:
-    """What a worker holds, counted from the blocks themselves: its active holder's digest words by scope.
-
-    As of (incarnation, seq). `moved`: the worker changed during the count, so the count is void. `sound`: every entry has
-    at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest words of its
-    marks; empty if there are none.
-    """
-
-    worker_id: str
-    incarnation: int
-    seq: int
-    moved: bool
-    scopes: Mapping[Scope, Sequence[int]]
-    sound: bool = True
-    marks: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Room:
     """Memory of a shard's server; `limit_bytes` 0: no limit. `evicts`: the server would drop keys on its own."""
 
@@ -205,10 +187,6 @@ class ResidencyIndex(Protocol):
 
     async def room(self, shard: int) -> Room:
         """Memory of the shard's server. A writer's call also loads the store's functions if they are gone."""
-
-    async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
-        """Count what these workers hold from the blocks, not from digests. Workers without an active holder are left out.
-        Reads every block of their shards."""
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         """One worker's fence."""

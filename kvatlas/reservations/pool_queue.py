@@ -186,7 +186,6 @@ class PoolQueue:
         return True
 
     def place_of(self, id: bytes, reason: WaitReason) -> Place:
-        """The place of a request that waits."""
         state = self._state
         entry = state.entries[id]
         lane, rank, tenant = entry.line

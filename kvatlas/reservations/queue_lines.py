@@ -87,7 +87,6 @@ class QueueLines:
         insort(self.places[line], place)
 
     def remove(self, line: Line, place: Place, counter: int) -> None:
-        """Remove a request."""
         name, rank, tenant = line
         places, lane, own = self.places[line], self.lanes[name], self._own[tenant]
         del places[bisect_left(places, place)]

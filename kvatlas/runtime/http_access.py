@@ -1,7 +1,7 @@
 """Access to an HTTP server, and its limits. `http_guard` and `bounded_protocol` enforce it."""
 
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Paths that are served without a token, and in the reserve: the machine's own probes ask them, and learn one bit."""
 _OPERATORS = frozenset({"/", "/clear", "/events", "/metrics", "/status"})
 _OPERATORS_PREFIX = "/kvatlas/"
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Headers in which clients of Anthropic and Azure send a key."""
 _OWN_SITES = (b"same-origin", b"none")
 
 
@@ -97,3 +99,16 @@ def _is_our_own(host: str) -> bool:
     """True for an address, or a name that no one else's DNS answers for."""
     name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
     return parse_ip(name) is not None or "." not in name or name.endswith(".localhost")
+
+
+def keys_in(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The keys and bearer tokens in a request's headers, whose names are in lower case."""
+    keys: list[bytes] = []
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                keys.append(token.strip())
+        elif name in _KEY_HEADERS:
+            keys.append(value.strip())
+    return keys

@@ -188,7 +188,6 @@ def read_secret(file: Path, flag: str) -> str:
 
 
 def flag_of(field: str) -> str:
-    """A field's flag."""
     return "--" + field.replace("_", "-")
 
 

@@ -29,7 +29,6 @@ class StoreDistance:
         self._task = BackgroundTask(self._run, "kvatlas store distance")
 
     def start(self) -> None:
-        """Start measuring."""
         if self._store is not None:
             self._task.start()
 

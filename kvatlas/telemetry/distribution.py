@@ -1,7 +1,7 @@
 """A histogram of plain integers for the hot path: adding takes 0.5 us, OpenTelemetry's own 10 us."""
 
 from dataclasses import dataclass, field, fields, is_dataclass
-from math import ceil, inf, isfinite, log2
+from math import frexp, inf, isfinite
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 SCALE = 1
-"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling."""
+"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling. `Distribution.add` counts two."""
 _STEPS = 1 << SCALE
+_MIDDLE = 2**-0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,14 @@ class Distribution:
 
     def add(self, value: float, times: int = 1, *, span: "SpanContext | None" = None) -> None:
         """Count a value, with the sampled span in which it was measured, if any."""
-        place = ceil(log2(value) * _STEPS) - 1 - self.offset if value > 0 else 0
-        place = min(max(place, 0), len(self.counts) - 1)
-        self.counts[place] += times
-        self.sum += max(0.0, value) * times
+        counts, place = self.counts, 0
+        if value > 0:
+            part, power = frexp(value)  # the value is part x 2 ** power, and the part at least 0.5
+            place = _STEPS * (power - self.extent.lowest) - 1 - (part <= _MIDDLE) - (part == 0.5)
+            last = len(counts) - 1
+            place = 0 if place < 0 else last if place > last else place
+            self.sum += value * times
+        counts[place] += times
         if span is not None:
             self.exemplars[place // _STEPS] = Exemplar(value, span.trace_id, span.span_id, time_ns())
 

@@ -40,7 +40,6 @@ class MetricSource:
         self.close()
 
     def current(self) -> object | None:
-        """The current counters."""
         return self.provider() if callable(self.provider) else self.provider
 
 

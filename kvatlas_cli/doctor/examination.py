@@ -302,7 +302,6 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
 
 
 async def _read_routers(store: Store, records: Mapping[str, FleetRecord]) -> dict[str, dict[str, StoredReport]]:
-    """Routers' reports, by pool and by router."""
     now_us = await store_time_us(store)
     pool_ids = dict.fromkeys(record.endpoint.pool_id for record in records.values())
     return {pool_id: await read_stored_reports(store, pool_id, now_us) for pool_id in pool_ids}

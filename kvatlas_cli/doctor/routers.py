@@ -64,7 +64,6 @@ def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
 
 
 def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondition]:
-    """The condition of each router that reports one."""
     return {id: one.report.condition for id, one in reports.items() if one.report.condition is not None}
 
 

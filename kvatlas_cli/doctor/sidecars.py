@@ -35,7 +35,6 @@ class StatusPage(NamedTuple):
 
 
 async def read_status_pages(urls: Sequence[str]) -> Sequence[StatusPage]:
-    """Read all pages concurrently."""
     pages = [StatusPage(url) for url in urls]
 
     async def read(at: int) -> None:

@@ -37,7 +37,6 @@ def blocks_named(lineage: Lineage, text: str) -> list[NamedBlock]:
 
 
 def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
-    """The engine hashes of a block."""
     packed, scope_id = block.sequence_hash.to_bytes(HASH_BYTES, "little"), block.scope.scope_id
     names: list[EngineHash] = []
     for namespace in lineage.namespaces.values():

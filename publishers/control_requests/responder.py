@@ -39,7 +39,6 @@ class Responder(ABC):
                 await self._answer(msg)
 
     async def stop(self) -> None:
-        """Unsubscribe."""
         await unsubscribe(self._subscription, self._client)
 
     async def _answer(self, msg: Msg) -> None:

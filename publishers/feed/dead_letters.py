@@ -14,11 +14,12 @@ KEPT_PAYLOAD_BYTES = 64 << 10
 
 
 class DeadLetters:
-    """Appends to `path`. At half of `max_bytes` the file is renamed to `<path>.1`, replacing an earlier one."""
+    """Appends to `<worker>.dead-letters.jsonl`. At half of `max_bytes` the file is renamed to `<path>.1`, replacing an earlier
+    one."""
 
-    def __init__(self, path: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
-        """`path=None`: keep nothing."""
-        self.path = path
+    def __init__(self, folder: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
+        """`folder=None`: keep nothing."""
+        self.path = folder / f"{worker_id}.dead-letters.jsonl" if folder else None
         self._worker_id = worker_id
         self._half_bytes = max_bytes // 2
 

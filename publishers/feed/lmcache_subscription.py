@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from time import monotonic
+from typing import Self
 
 import anyio
 import msgpack
@@ -21,10 +22,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvatlas.errors import EngineEventError
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
+from kvatlas.settings import PublishSettings
 from kvatlas_publishers.engine_events import EngineBatch, EngineEvent
 from kvatlas_publishers.engines.lmcache import MAX_EVENTS, ChunkEvents
 from kvatlas_publishers.feed.zmq_sockets import open_socket
 from kvatlas_publishers.ledger.ledger import Ledger
+from kvatlas_publishers.publisher import Publisher
 
 SUBSCRIBE = "subscribe_kv_events"
 PING = 22
@@ -61,6 +64,19 @@ class LMCacheSubscription:
         self._chunks = ChunkEvents()
         self._again = False
         self._subscribed = False
+
+    @classmethod
+    def of(cls, settings: PublishSettings, publisher: Publisher) -> Self | None:
+        """The publisher's subscription; None if the settings name no server."""
+        if settings.lmcache_endpoint is None:
+            return None
+        return cls(
+            settings.lmcache_endpoint,
+            settings.lmcache_model or settings.model_id,
+            publisher.worker_id,
+            lambda: publisher.ledger,
+            on_batch=publisher.record,
+        )
 
     def restart(self) -> None:
         """Read all chunks again, because the ledger has dropped them."""

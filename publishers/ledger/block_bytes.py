@@ -39,7 +39,6 @@ class BlockBytes:
         self._metrics = block_bytes
 
     def forget_scope(self, scope_id: bytes) -> None:
-        """Forget a scope that has no blocks left."""
         self._by_scope.pop(scope_id, None)
 
     def told(self, scope_id: bytes) -> Mapping[Tier, int]:

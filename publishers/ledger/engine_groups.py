@@ -82,7 +82,6 @@ class EngineGroups:
         return True
 
     def restore(self, told: Mapping[int, ToldGroup], lookahead_tokens: int, untold_keys: str) -> None:
-        """Restore the saved groups."""
         self.told = dict(told)
         self.lookahead_tokens = lookahead_tokens
         self.untold_keys = untold_keys

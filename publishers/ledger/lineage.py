@@ -208,7 +208,6 @@ class Lineage:
         return self.take_out(stretch, stretch.names.index(name)) if stretch.plain else Block(stretch)
 
     def plain(self) -> Iterable[Stretch]:
-        """Every plain stretch."""
         return dict.fromkeys(stretch for stretch in self.known.values() if stretch.plain)
 
     def take_out_all(self) -> None:

@@ -55,7 +55,6 @@ class Publication:
 
     @property
     def marked_blocks(self) -> int:
-        """Number of marked blocks."""
         return self._mark_events.digest.marks
 
     @property
@@ -110,7 +109,6 @@ class Publication:
         return [] if self._marks is None else self._mark_events.snapshot(self._marks)
 
     def marked(self) -> Iterable[Stretch]:
-        """The marked blocks."""
         return () if self._marks is None else self._marks.marked
 
     def announced(self) -> Iterator[tuple[bytes, Tier, EngineHash, int]]:

@@ -51,15 +51,11 @@ class SharedStore:
     def __init__(self, settings: PublishSettings) -> None:
         """Raises SettingsError for a state folder that can't be written."""
         self._settings = PublisherSettings.of(settings)
+        self._process_settings = settings
         self.worker_id = self._settings.worker_id
-        self._lmcache_endpoint = settings.lmcache_endpoint
-        self._lmcache_model = settings.lmcache_model or settings.model_id
         self._lmcache: LMCacheSubscription | None = None
-        self._master_endpoint = settings.mooncake_endpoint
         self._master: Feed | None = None
-        self._state_file = StateFile(settings.state_dir, self.worker_id) if settings.state_dir else None
-        if self._state_file is not None:
-            self._state_file.check_writable()
+        self._state_file = StateFile.of(settings.state_dir, self.worker_id)
         self._told_bytes: dict[str, int] = {}
         """Bytes of a block in the store, by writer."""
         self._log = RateLimitedLog(log, f"store {self.worker_id}: ")
@@ -76,18 +72,10 @@ class SharedStore:
             begin=False,
             on_start_over=self._on_start_over,
         )
-        if self._lmcache_endpoint is not None:
-            self._lmcache = LMCacheSubscription(
-                self._lmcache_endpoint,
-                self._lmcache_model,
-                self.worker_id,
-                lambda: publisher.ledger,
-                on_batch=publisher.record,
-            )
-
-        if self._master_endpoint is not None:
+        self._lmcache = LMCacheSubscription.of(self._process_settings, publisher)
+        if self._process_settings.mooncake_endpoint is not None:
             self._master = Feed(
-                FeedSettings(EngineKind.STORE, self._master_endpoint),
+                FeedSettings(EngineKind.STORE, self._process_settings.mooncake_endpoint),
                 self.worker_id,
                 Continuity(can_replay=False),
                 publisher.counters,
@@ -210,13 +198,7 @@ class SharedStore:
             continuity=msgpack.packb([time(), ages]),
             ledger=publisher.ledger.dump(),
         )
-        try:
-            file.save(state)
-        except OSError as error:
-            publisher.counters.saves_failed += 1
-            log.warning("store %s: state was not saved to %s: %s", self.worker_id, file.path, error.strerror)
-        else:
-            publisher.counters.saves += 1
+        file.try_save(state, publisher.counters)
 
     def _load(self) -> tuple[Ledger, int]:
         """The saved ledger, aged by the time since, and its incarnation; or an empty one."""

@@ -19,8 +19,7 @@ class DrainedEngine(EventlessEngine):
 
     def __init__(self, settings: PublishSettings) -> None:
         super().__init__(settings)
-        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
-        self._dead_letters = DeadLetters(letters, self.worker_id)
+        self._dead_letters = DeadLetters(settings.state_dir, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
         """Make the publisher; events are requested over HTTP."""

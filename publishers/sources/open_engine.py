@@ -27,8 +27,7 @@ class OpenEngine(EventlessEngine):
         super().__init__(settings)
         self._distrust = Distrust()
         self._distrust_unknown = settings.distrust_poison
-        letters = settings.state_dir / f"{self.worker_id}.dead-letters.jsonl" if settings.state_dir else None
-        self._dead_letters = DeadLetters(letters, self.worker_id)
+        self._dead_letters = DeadLetters(settings.state_dir, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
         super().open(client, context)

@@ -108,7 +108,6 @@ class Sender:
             await self._wakeup.wait(await self._step())
 
     async def stop(self) -> None:
-        """Unsubscribe."""
         if self._subscription is not None:
             await unsubscribe(self._subscription, self._client)
         self._subscription = None

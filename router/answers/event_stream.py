@@ -229,11 +229,11 @@ class EventStream:
                 return False
         self._finished = self._finished or _FINISH.search(data[-HEAD_BYTES:]) is not None
         head = data[:HEAD_BYTES]
-        if _is_content(event.type, head):
+        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may have the whole answer once more
+            self.done = self.begun = True
+        elif _is_content(event.type, head):
             self.parts += 1
             self.begun = True
-        elif _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):
-            self.done = self.begun = True
         elif _is_of(_PREAMBLE_TYPE, _PREAMBLE_MEMBER, event.type, data):
             self.response_id = self.response_id or response_id(data)
         elif not self.begun:

@@ -38,8 +38,8 @@ _IN_PARTS = frozenset(
 )
 """Types of message parts and tools that name such objects. Arguments of a tool call don't: they are free text."""
 _UNDER_PARTS = ("file", "source", "image_file", "container")
-_LISTS = ("attachments", "tool_resources")
-"""Fields of messages, threads and assistants; each member names objects."""
+_LISTS = ("attachments", "files", "tool_resources")
+"""Fields of messages, threads, assistants and batches of files; each member names objects."""
 _HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
 """Fields that hold parts, tools and messages. `input` is read only at the top level: a tool's `input` is free text."""
 _IN_PLACES = ("file_id", "file_ids", "vector_store_ids")

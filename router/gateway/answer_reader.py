@@ -2,7 +2,7 @@
 
 import json
 
-from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.engine_errors import UNKNOWN_STATUS, EngineError
 from kvatlas_router.answers.event_parser import header_value, is_event_stream
 from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.engine_objects.object_use import ObjectUse
@@ -26,7 +26,7 @@ class AnswerReader:
     `clock`: starts with the reader, when the request goes to its engine. Compressed answers and those with a status other than
     200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content arrived,
     or for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer of status
-    200. `kept`: ids of the `objects` that the answer creates.
+    200, or its missing end. `kept`: ids of the `objects` that the answer creates.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class AnswerReader:
         """Record that the answer is complete."""
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
+            if self._text is not None and self.error is None and not self._stream.finished:
+                self.error = EngineError(UNKNOWN_STATUS, "the stream ended before the answer", b"")
             if self._objects is not None and self._objects.kept and self._stream.response_id is not None:
                 self.kept = (self._stream.response_id,)
         elif self._whole is not None:

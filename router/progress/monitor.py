@@ -72,6 +72,8 @@ class ProgressMonitor:
         self._send_probe = send_probe
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
+        self._stalled: dict[str, _Engine] = {}
+        """Those that were reported: each request asks for them, whatever the number of engines."""
         self._times: dict[str, ExpectedTimes] = {}
         self._records: Mapping[str, FleetRecord] = {}
         self._read_at = float("-inf")
@@ -144,13 +146,13 @@ class ProgressMonitor:
         """The pool's workers that should get no request now."""
         now = self._clock()
         return frozenset(
-            id for id, one in self._engines.items() if one.pool_id == pool_id and one.progress.refuses(now)
+            id for id, one in self._stalled.items() if one.pool_id == pool_id and one.progress.refuses(now)
         )
 
     def stalled(self) -> Mapping[str, float]:
         """Stalled workers of all pools, with their seconds without progress."""
         now = self._clock()
-        return {id: one.progress.quiet_s(now) for id, one in list(self._engines.items()) if one.reported}
+        return {id: one.progress.quiet_s(now) for id, one in list(self._stalled.items())}
 
     def stalled_by_pool(self) -> Mapping[str, tuple[str, ...]]:
         """Stalled workers by pool."""
@@ -199,6 +201,7 @@ class ProgressMonitor:
         is_stalled = engine.progress.is_stalled
         if is_stalled and not engine.reported:
             engine.reported, engine.stalled_at = True, now
+            self._stalled[worker_id] = engine
             self.counters.stalls += 1
             quiet_s = engine.progress.quiet_s(now)
             _log.warning(
@@ -210,6 +213,7 @@ class ProgressMonitor:
             )
         elif engine.reported and not is_stalled:
             engine.reported = False
+            del self._stalled[worker_id]
             self.counters.returns += 1
             _log.info(
                 "worker %s makes progress again after %.1f s; it gets requests again",
@@ -271,6 +275,7 @@ class ProgressMonitor:
     def _forget(self, worker_id: str) -> None:
         """Drop a worker that left the fleet, or at the router's end."""
         engine = self._engines.pop(worker_id)
+        self._stalled.pop(worker_id, None)
         if engine.series is not None:
             engine.series.close()
         if engine.probe is not None:

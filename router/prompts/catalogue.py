@@ -45,6 +45,8 @@ class Catalogue:
     before that, it raises Unreachable.
 
     Enter it (`async with`) to poll the engines in the background; otherwise they are asked only about unknown names.
+
+    `seen_by`: a proven tenant, for which there are only the models of workers that may see its prompts; None: all.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Catalogue:
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
         """The records and the version of the lists from which the next three follow."""
-        self._served: dict[str | None, ServedModel] = {}
+        self._served: dict[tuple[str | None, str | None], ServedModel] = {}
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
         self._asked: dict[tuple[ServedModel, str | None, str], Sequence[str]] = {}
         self._kinds: dict[str, EngineKind] = {}
@@ -82,17 +84,19 @@ class Catalogue:
             self._read.cancel()
             await asyncio.gather(self._read, return_exceptions=True)
 
-    async def scope_of(self, name: str | None, tenant_id: str | None = None) -> Scope | None:
+    async def scope_of(
+        self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
+    ) -> Scope | None:
         """The identity scope of a request that names this model; None if no engine serves it. Without a name, the fleet's model
         if there is only one."""
-        served = await self._find(name)
+        served = await self._find(name, seen_by)
         if served is None:
             return None
         return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
-    async def unfit_for(self, name: str | None) -> Mapping[str, str]:
+    async def unfit_for(self, name: str | None, *, seen_by: str | None = None) -> Mapping[str, str]:
         """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
-        served = await self._find(name)
+        served = await self._find(name, seen_by)
         return {} if name is None or served is None else self._unfit_for(served, name)
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
@@ -119,22 +123,22 @@ class Catalogue:
             return endpoint.model_id
         return next((name for name, card in cards.items() if not card.get("parent")), endpoint.model_id)
 
-    async def cards(self) -> Sequence[Card]:
+    async def cards(self, *, seen_by: str | None = None) -> Sequence[Card]:
         """The fleet's models in the form of OpenAI's `/v1/models`, each name once."""
-        records = await self._read_records()
-        urls = {record.endpoint.url for record in records.values() if record.routable} - {""}
+        records = _seen_by(seen_by, (await self._read_records()).values())
+        urls = {record.endpoint.url for record in records if record.routable} - {""}
         if urls and all(self._lists.cards_of(url) is None for url in urls):
             await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
         listed = merge_cards([cards for url in sorted(urls) if (cards := self._lists.cards_of(url)) is not None])
         if listed:
             return list(listed.values())
-        models = sorted({record.endpoint.model_id for record in records.values()})
+        models = sorted({record.endpoint.model_id for record in records})
         return [{"id": model, "object": "model", "created": 0, "owned_by": "kvatlas"} for model in models]
 
-    async def card(self, name: str) -> Card | None:
+    async def card(self, name: str, *, seen_by: str | None = None) -> Card | None:
         """A model's card; None for a name that no engine serves."""
-        served = await self._find(name)
-        found = next((card for card in await self.cards() if card["id"] == name), None)
+        served = await self._find(name, seen_by)
+        found = next((card for card in await self.cards(seen_by=seen_by) if card["id"] == name), None)
         if found is None and served is not None:
             return {"id": name, "object": "model", "created": 0, "owned_by": "kvatlas"}
         return found
@@ -172,22 +176,22 @@ class Catalogue:
             self._kinds = {id: EngineKind.SGLANG for id, kinds in found.items() if kinds == {EngineKind.SGLANG}}
         return self._kinds.get(scope.pool_id, EngineKind.VLLM)
 
-    async def workers_for(self, name: str | None) -> Collection[str] | None:
+    async def workers_for(self, name: str | None, *, seen_by: str | None = None) -> Collection[str] | None:
         """Workers that serve a name, including those that get no requests now; None if there is no name, or for an
         unknown one."""
-        scope = await self.scope_of(name) if name is not None else None
+        scope = await self.scope_of(name, seen_by=seen_by) if name is not None else None
         if scope is None:
             return None
-        return set(await self.members_of(scope.pool_id)) - (await self.unfit_for(name)).keys()
+        return set(await self.members_of(scope.pool_id)) - (await self.unfit_for(name, seen_by=seen_by)).keys()
 
     async def members_of(self, pool_id: str) -> Collection[str]:
         """The workers of a pool, including those that get no requests now."""
         return {id for id, record in (await self._read_records()).items() if record.endpoint.pool_id == pool_id}
 
-    async def knows_pool(self, scope: Scope) -> bool:
+    async def knows_pool(self, scope: Scope, *, seen_by: str | None = None) -> bool:
         """True if the fleet has any worker in this scope's pool."""
-        pool_id = scope.pool_id
-        return any(record.endpoint.pool_id == pool_id for record in (await self._read_records()).values())
+        records = _seen_by(seen_by, (await self._read_records()).values())
+        return any(record.endpoint.pool_id == scope.pool_id for record in records)
 
     async def forget_name(self, worker_id: str, name: str) -> None:
         """Forget that the worker's engine serves this name, since it refused a request for it."""
@@ -197,20 +201,22 @@ class Catalogue:
 
     # ------------------------------------------------------------ names
 
-    async def _find(self, name: str | None) -> ServedModel | None:
+    async def _find(self, name: str | None, seen_by: str | None = None) -> ServedModel | None:
         await self._read_records()
-        found = self._find_known(name)
+        found = self._find_known(name, seen_by)
         if found is None and await self._look_again():
-            found = self._find_known(name)
+            found = self._find_known(name, seen_by)
         if found is None and name is not None:
             await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
-            found = self._find_known(name)
+            found = self._find_known(name, seen_by)
         return found
 
-    def _find_known(self, name: str | None) -> ServedModel | None:
-        records = self._current().values()
-        if (known := self._served.get(name)) is None and (known := self._find_among(name, records)) is not None:
-            self._served[name] = known
+    def _find_known(self, name: str | None, seen_by: str | None) -> ServedModel | None:
+        records, key = self._current().values(), (name, seen_by)
+        if (known := self._served.get(key)) is None:
+            known = self._find_among(name, _seen_by(seen_by, records))
+            if known is not None:
+                self._served[key] = known
         return known
 
     def _find_among(self, name: str | None, records: Collection[FleetRecord]) -> ServedModel | None:
@@ -274,7 +280,7 @@ class Catalogue:
     def _current(self) -> Mapping[str, FleetRecord]:
         """The last-read records; what was derived from other records or lists is forgotten."""
         records, (of, version) = self._last.records, self._derived_from
-        if of is not records or version != self._lists.version or len(self._asked) > MOST_TENANTS:
+        if of is not records or version != self._lists.version or len(self._asked) + len(self._served) > MOST_TENANTS:
             self._derived_from = records, self._lists.version
             self._served, self._unfit, self._asked = {}, {}, {}
         return records
@@ -322,6 +328,10 @@ class Catalogue:
         self._read = None
         if not read.cancelled():
             read.exception()  # otherwise asyncio logs that it was never retrieved
+
+
+def _seen_by(tenant_id: str | None, records: Collection[FleetRecord]) -> Collection[FleetRecord]:
+    return records if tenant_id is None else [record for record in records if record.may_see(tenant_id)]
 
 
 def _listed_name(name: str, cards: Mapping[str, Card]) -> str:

@@ -48,7 +48,7 @@ class RequestReader:
         served = request.model
         if scope.adapter_id is None and request.adapter is not None:
             served, scope = request.adapter, replace(scope, adapter_id=request.adapter)
-        read = await self._narrow(await self._prompts.read(request, scope, request_id), served)
+        read = await self._narrow(await self._prompts.read(request, scope, request_id), served, caller)
         return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read
 
     async def read_length(
@@ -56,7 +56,7 @@ class RequestReader:
     ) -> RequestPrompt:
         """A prompt for a request whose text is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
         read = self._prompts.guess(await self._scope(model, caller.tenant_id, caller), letters, request_id)
-        return await self._narrow(read, model)
+        return await self._narrow(read, model, caller)
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
         """Like `read_length`, in a known scope."""
@@ -73,7 +73,7 @@ class RequestReader:
         return read if session_id is None else replace(read, prompt=replace(read.prompt, session_id=session_id))
 
     async def _scope(self, model: str | None, tenant_id: str | None, caller: Caller) -> Scope:
-        scope = await self._catalogue.scope_of(model, tenant_id)
+        scope = await self._catalogue.scope_of(model, tenant_id, seen_by=caller.tenant_id)
         if scope is not None and not caller.may_use(model or scope.adapter_id or scope.model_id):
             model, scope = model or scope.model_id, None  # answer as if the model did not exist
         if scope is None:
@@ -82,7 +82,7 @@ class RequestReader:
             raise UnknownModel(f"the model {model[:200]!r} does not exist; /v1/models lists those that do")
         return scope
 
-    async def _narrow(self, read: RequestPrompt, model: str | None) -> RequestPrompt:
+    async def _narrow(self, read: RequestPrompt, model: str | None, caller: Caller) -> RequestPrompt:
         """Leave out the workers of the pool that don't serve this name."""
-        unfit = await self._catalogue.unfit_for(model)
+        unfit = await self._catalogue.unfit_for(model, seen_by=caller.tenant_id)
         return replace(read, prompt=replace(read.prompt, select=Selector(unfit=unfit))) if unfit else read

@@ -41,13 +41,14 @@ class RouteBodyReader:
                 )
         # in a thread, which yields to others every 5 ms
         hints = await asyncio.to_thread(RequestHints.parse, body)
-        scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id)
+        seen_by = caller.tenant_id
+        scope = await self._catalogue.scope_of(hints.model_id, caller.tenant_id, seen_by=seen_by)
         if scope is None and hints.model_id is None:
             raise InvalidValue("model_id is missing; the fleet serves more than one model, or none")
         prompt = await asyncio.to_thread(
             Prompt.of_hints, hints, _fallbacks(hints, scope, caller.tenant_id or self._catalogue.tenant_id)
         )
-        if scope is None and not await self._catalogue.knows_pool(prompt.scope):
+        if scope is None and not await self._catalogue.knows_pool(prompt.scope, seen_by=seen_by):
             raise UnknownModel(
                 f"no worker serves model {prompt.scope.model_id[:200]!r} with tokenizer {prompt.scope.tokenizer_id[:200]!r}"
             )

@@ -54,6 +54,8 @@ from router_client.errors import NoWorkers
 from router_client.request_feed import RequestFeed
 
 _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
+_METHODS = frozenset({"DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"})
+"""Passed on to engines. OPTIONS is not: browsers send no key with it, so it proves nothing."""
 
 
 class Connections(Protocol):
@@ -160,14 +162,16 @@ class ProxyApplication:
 
     async def _models(self, request: Request) -> Response:
         caller = caller_of(request.scope)
-        cards = [card for card in await self._parts.catalogue.cards() if caller.may_use(card["id"])]
+        listed = await self._parts.catalogue.cards(seen_by=caller.tenant_id)
+        cards = [card for card in listed if caller.may_use(card["id"])]
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             return RedirectResponse(request.url.path.rstrip("/"))  # as for every other path with a trailing slash
-        card = await self._parts.catalogue.card(name) if caller_of(request.scope).may_use(name) else None
+        caller = caller_of(request.scope)
+        card = await self._parts.catalogue.card(name, seen_by=caller.tenant_id) if caller.may_use(name) else None
         if card is None:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; /v1/models lists those that do")
         return JSONResponse(card)
@@ -229,6 +233,10 @@ class _ForEngines:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, query = scope["path"], scope["query_string"]
+        if path not in INFERENCE and scope["method"] not in _METHODS:
+            line = f"{scope['method'][:20]} {path[:200]}: this method is not passed on to engines"
+            await send_error(send, path, ErrorKind.METHOD, line)
+            return
         if path not in INFERENCE and (path.endswith("/") or is_ambiguous(path)):
             line = f"{path[:200]}: expected a path without empty or dotted parts and control characters"
             await send_error(send, path, ErrorKind.NO_PATH, line)

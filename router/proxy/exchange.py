@@ -177,8 +177,9 @@ class Exchange:
         """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
         holder = None
         if request.objects is not None:
-            workers = await self._catalogue.workers_for(request.model)
-            holder = await self._objects.find(request.objects, workers, request.caller.tenant_id)
+            tenant_id = request.caller.tenant_id
+            workers = await self._catalogue.workers_for(request.model, seen_by=tenant_id)
+            holder = await self._objects.find(request.objects, workers, tenant_id)
         if holder is None:
             return await self._read_prompt(request)
         if request.model is None:

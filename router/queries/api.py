@@ -91,7 +91,8 @@ class QueryApi:
         """The scope of a model (None: the only one), its workers' block size, and the hash chain that keys their blocks. Raises
         InvalidValue if the workers differ in size or chain, UnknownModel and Unreachable."""
         name = model or ""
-        scope = await self._catalogue.scope_of(model, caller.tenant_id or self._catalogue.tenant_id)
+        tenant_id = caller.tenant_id
+        scope = await self._catalogue.scope_of(model, tenant_id or self._catalogue.tenant_id, seen_by=tenant_id)
         if scope is None or not caller.may_use(name or scope.model_id):
             raise UnknownModel(
                 f"no worker serves model {name[:200]!r}" if name else "the fleet serves more than one model"
@@ -150,7 +151,10 @@ class QueryApi:
         if self._salt_is_tenant and question.salt is not None:
             tenant_id = caller.salted(question.salt) if caller.is_proven else question.salt
         name = question.adapter or question.model
-        scope = await self._catalogue.scope_of(question.model, tenant_id) if caller.may_use(name) else None
+        if caller.may_use(name):
+            scope = await self._catalogue.scope_of(question.model, tenant_id, seen_by=caller.tenant_id)
+        else:
+            scope = None
         if scope is None:
             raise UnknownModel(f"no worker serves model {question.model[:200]!r}")
         return replace(scope, adapter_id=question.adapter) if question.adapter is not None else scope

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvatlas.errors import InvalidValue, SettingsError
+from kvatlas.runtime.http_access import keys_in
 from kvatlas.validation import matches
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.clients_file import Client, Clients, is_tenant_name
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Shortest time between checks of the file."""
 MOST_CALLERS = 100_000
-_KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Headers in which clients of Anthropic and Azure send a key."""
 _NOTHING = "no key; send `Authorization: Bearer KEY`"
 
 _log = logging.getLogger("kvatlas_router.tenancy")
@@ -50,7 +49,11 @@ class Proof:
         Raises Unproven, ForeignTenant and KeysUnknown.
         """
         self._look()
-        shown, named = self._read_headers(headers)
+        headers = tuple(headers)
+        shown = keys_in(headers)
+        named = [
+            value.decode("utf-8", "replace").strip() for name, value in headers if name == self.clients.tenant_header
+        ]
         name = self._find(shown, address, certificate)
         if name is not None:
             return self._caller(name, self.clients.clients[name], named)
@@ -61,21 +64,6 @@ class Proof:
         if named and named != [caller.tenant_id]:
             raise ForeignTenant("the header names another tenant than the token")
         return caller
-
-    def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[list[bytes], list[str]]:
-        """The keys and tokens in the headers, and the tenants that they name."""
-        shown: list[bytes] = []
-        named: list[str] = []
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, token = value.partition(b" ")
-                if scheme.lower() == b"bearer":
-                    shown.append(token.strip())
-            elif name in _KEY_HEADERS:
-                shown.append(value.strip())
-            elif name == self.clients.tenant_header:
-                named.append(value.decode("utf-8", "replace").strip())
-        return shown, named
 
     def _find(self, shown: list[bytes], address: str, certificate: frozenset[str]) -> str | None:
         clients = self.clients

@@ -103,9 +103,10 @@ class Reply:
         return decode(self.body)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    """Where an engine is. `name`: host and port as the URL has them. `ip`: its address, if it is not named."""
+    """Where an engine is, one object for each address. `name`: host and port as the URL has them. `ip`: its address, if it is
+    not named."""
 
     host: str
     port: int

@@ -440,7 +440,6 @@ def _choosing(evaluation: Evaluation, followed: str | None) -> Evaluation:
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    """Reduce the ask to one of its workers."""
     kept = [number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id]
     limits = ask.limits and replace(ask.limits, of_offers=[ask.limits.of_offers[number] for number in kept])
     return replace(ask, offers=[ask.offers[number] for number in kept], limits=limits)

@@ -33,7 +33,6 @@ class ConditionMeter:
         self.limits_shared: Callable[[], bool | None] = lambda: None
 
     def read(self) -> RouterCondition:
-        """The current condition."""
         counters, descriptors = self._counters, count_descriptors()
         fell_open = counters.open_index + counters.open_fleet + counters.open_booking + counters.open_connections
         since_start = {

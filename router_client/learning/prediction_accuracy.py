@@ -150,11 +150,9 @@ class AccuracyReporter:
         self._task = BackgroundTask(self._run, "kvatlas router answers")
 
     def start(self) -> None:
-        """Start reporting."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Stop reporting."""
         await self._task.stop()
 
     async def _run(self) -> None:

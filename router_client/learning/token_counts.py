@@ -27,20 +27,19 @@ class Usage:
         The Responses API and Anthropic's messages have `input_tokens`, the latter without the cached ones; their streams
         have it inside a `response` or a `message`. SGLang's `/generate` has `meta_info`.
         """
-        if not isinstance(answer, Mapping):
+        if not isinstance(answer, dict):
             return None
-        held = (answer, answer.get("response"), answer.get("message"))
-        usage = next(
-            (found for one in held if isinstance(one, Mapping) and (found := one.get("usage") or one.get("meta_info"))),
-            None,
-        )
-        if not isinstance(usage, Mapping):
+        usage = None
+        for one in (answer, answer.get("response"), answer.get("message")):
+            if isinstance(one, dict) and (usage := one.get("usage") or one.get("meta_info")):
+                break
+        if not isinstance(usage, dict):
             return None
         if "prompt_tokens" in usage:
             prompt, completion, details = _read(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details")
         else:
             prompt, completion, details = _read(usage, "input_tokens", "output_tokens", "input_tokens_details")
-        cached = (details if isinstance(details, Mapping) else usage).get("cached_tokens")
+        cached = (details if isinstance(details, dict) else usage).get("cached_tokens")
         if not _is_count(prompt):
             return None
         apart = usage.get("cache_read_input_tokens")

@@ -34,11 +34,9 @@ class AnswerUsage:
         self._task = BackgroundTask(self._run, "kvatlas router usage")
 
     def count(self, user: User, use: AnswerUse) -> None:
-        """Count one answer's usage."""
         self._used[user] = self._used.get(user, AnswerUse()).plus(use)
 
     def start(self) -> None:
-        """Start reporting."""
         self._task.start()
 
     async def stop(self) -> None:

@@ -59,7 +59,6 @@ class DeviceCaches:
         return self._caches[self.device_of(sequence_id)]
 
     def stats(self) -> dict[str, CacheStats]:
-        """Statistics by device."""
         return {device: cache.stats() for device, cache in self._caches.items()}
 
     def can_allocate(self, request: AllocationRequest) -> bool:

@@ -19,7 +19,6 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.tokens import Api
 from kvatlas_simulator.cache.block_hash import SeededBlockHasher
 from kvatlas_simulator.engine.loop import EngineLoop
-from kvatlas_simulator.http.answer_faults import AnswerFault, AnswerFaults
 from kvatlas_simulator.http.completion_response import error_response
 from kvatlas_simulator.http.kv_fetch import KvFetches
 from kvatlas_simulator.http.kv_transfer import Disaggregation, KvTransfers
@@ -54,13 +53,12 @@ class EngineApi:
         connector_config: Mapping[str, Any] | None = None,
         health_waits: bool = False,
         keep_alive_s: float = 0.0,
-        faults: AnswerFaults | None = None,
         scale_out: bool = True,
     ) -> None:
         """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
         describes them; None without events. `transfers`, `fetches`: to and from other engines; None: it has none.
         `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only after what is being
-        computed. `keep_alive_s`: see `CompletionResponse`. `faults`: faults of its answers. `scale_out`: vLLM's calls with
+        computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: vLLM's calls with
         token ids, and what renders requests to them; False: it refuses them."""
         self._connector_config = connector_config
         self._health_waits = health_waits
@@ -74,7 +72,6 @@ class EngineApi:
         self._transfers = transfers or KvTransfers(engine, Disaggregation.NONE, 0, 1)
         self._fetches = fetches or KvFetches(engine, None, SeededBlockHasher(0), 0, 1)
         self._keep_alive_s = keep_alive_s
-        self._faults = faults or AnswerFaults()
         self._apis = [api for api in Api if scale_out or api is not Api.TOKENS]
         self._rendered = [api for api in _RENDERED if scale_out]
         self._started_at = time.time()
@@ -111,12 +108,9 @@ class EngineApi:
         return Response()
 
     async def _hang(self, _: Request) -> Response:
-        self._stop_computing()
-        return Response()
-
-    def _stop_computing(self) -> None:
         self._page = self._metrics.page()  # nothing counts from here on
         self._engine.hang()
+        return Response()
 
     async def _resume(self, _: Request) -> Response:
         self._engine.resume()
@@ -161,7 +155,7 @@ class EngineApi:
             model, adapter = self._resolve_model(body.model)
         except InvalidValue as error:
             return _invalid(error)
-        response = RESPONSES[api](
+        return RESPONSES[api](
             self._engine,
             body,
             model=model,
@@ -170,9 +164,6 @@ class EngineApi:
             fetches=self._fetches,
             keep_alive_s=self._keep_alive_s,
         )
-        if (fault := self._faults.draw()) is not AnswerFault.NONE:
-            return self._faults.apply(fault, response, self._stop_computing, streamed=body.stream)
-        return response
 
     async def _render(self, api: Api, request: Request) -> Response:
         """Render a request: what the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""

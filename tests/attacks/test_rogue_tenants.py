@@ -8,9 +8,11 @@ import anyio
 import httpx
 import pytest
 
+from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
 from tests.attacks.guarded_router import (
     ACME,
+    ACMES_PROMPT,
     CHAT,
     COMPLETIONS,
     OPERATOR,
@@ -27,8 +29,8 @@ from tests.attacks.guarded_router import (
 from tests.eventually import until
 from tests.http_client import http_client
 from tests.router.engine_objects.test_object_holders import keeper
-from tests.router.proxy.engines import MODEL, running_fleet
-from tests.router.proxy.faulty_engine import faulty_engine
+from tests.router.proxy.engines import MODEL, record, running_fleet
+from tests.router.proxy.faulty_engine import faulty_engine, well
 
 pytestmark = pytest.mark.anyio
 DECISION = "x-kvatlas-decision"
@@ -87,6 +89,9 @@ async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
                 assert answer.status_code == 401, (act, path)
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/responses/x", "/v1/files", "/v1/files/x/content", COMPLETIONS, "/v1/models"):
+            answer = await client.options(path)  # a browser asks so without a key
+            assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_supported", path
         for headers in (
             {**bearer(OTHER), "x-kvatlas-tenant": "acme"},
             {**bearer(ACME), "x-kvatlas-tenant": "other"},
@@ -128,6 +133,48 @@ async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey
                         body = {"model": MODEL, "prompt": f"acmes {number}", "max_tokens": 1}
                         await client.post(COMPLETIONS, json=body, headers=bearer(ACME))
                     assert b"acmes" in recorder.received
+
+
+async def test_models_of_workers_for_others_alone_do_not_exist(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Neither in lists nor in what a request for one gets; nor do they make a request without a model ambiguous."""
+    async with (
+        faulty_engine(well) as shared,
+        faulty_engine(well) as acmes,
+        running_fleet(store, {}, {"shared": {"url": shared.url}}),
+    ):
+        acmes.models, acmes.adapters = ["secret"], ["secret-adapter"]
+        own = record("acmes", acmes.url)
+        named = {"model_id": "secret", "tokenizer_id": "secret"}
+        endpoint = own.endpoint.model_copy(update=named)
+        await FleetStore(store).write({"acmes": own.model_copy(update={"tenants": ("acme",), "endpoint": endpoint})})
+        async with (
+            guarded_router(valkey_url, tmp_path, None, "--tokenizer", "none") as router,
+            http_client(base_url=router.url, timeout=60) as client,
+        ):
+
+            async def seen(key: str) -> set[str]:
+                listed = (await client.get("/v1/models", headers=bearer(key))).json()["data"]
+                return {card["id"] for card in listed}
+
+            async def is_known() -> bool:
+                return await seen(ACME) == {MODEL, "secret", "secret-adapter"}
+
+            await until(is_known, what="both engines' lists")
+            assert await seen(OTHER) == {MODEL}
+            for name in ("secret", "secret-adapter", "nosuch"):
+                said = [
+                    await client.get(f"/v1/models/{name}", headers=bearer(OTHER)),
+                    await client.post(COMPLETIONS, json=completion(model=name), headers=bearer(OTHER)),
+                ]
+                assert [one.status_code for one in said] == [404, 404], name
+                assert {one.json()["error"]["message"].replace(name, "X") for one in said} == {
+                    "the model 'X' does not exist; /v1/models lists those that do"
+                }
+            unnamed = {"prompt": ACMES_PROMPT, "max_tokens": 1}
+            assert (await client.post(COMPLETIONS, json=unnamed, headers=bearer(OTHER))).status_code == 200
+            assert (await client.post(COMPLETIONS, json=unnamed, headers=bearer(ACME))).status_code == 400
+            asked = await client.post(COMPLETIONS, json=completion(model="secret"), headers=bearer(ACME))
+            assert asked.status_code == 200 and acmes.paths[COMPLETIONS] == 1
 
 
 async def test_operators_calls_need_their_token_and_take_the_tenant_from_a_header(

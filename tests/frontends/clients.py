@@ -72,6 +72,17 @@ def anthropic_messages_stream(url: str, model: str) -> str:
         return str(stream.get_final_text())
 
 
+def anthropic_refused(url: str, model: str) -> str:
+    """By the router, which knows no such model."""
+    import anthropic
+
+    try:
+        _anthropic(url).messages.create(model=f"no {model}", messages=CHAT, max_tokens=40)
+    except anthropic.APIStatusError as error:
+        return f"{error.status_code} {error.type}"
+    return "no error"
+
+
 def anthropic_tools(url: str, model: str) -> str:
     tool = {"name": "weather", "input_schema": PARAMETERS}
     asked = [{"role": "user", "content": TOOL_TEXT}]
@@ -133,6 +144,7 @@ CLIENTS: dict[str, Callable[[str, str], str]] = {
         openai_models,
         anthropic_messages,
         anthropic_messages_stream,
+        anthropic_refused,
         anthropic_tools,
         litellm_chat_stream,
         langchain_openai_stream,

@@ -11,7 +11,11 @@ from tests.end_to_end.processes import ROOT
 from tests.frontends.clients import CLIENTS, SAYS
 from tests.frontends.fleet import Fleet, environment_folder
 
-ANSWERS = {"openai_tools": 'weather{"city": "Rome"}', "anthropic_tools": "weather Rome"}
+ANSWERS = {
+    "openai_tools": 'weather{"city": "Rome"}',
+    "anthropic_tools": "weather Rome",
+    "anthropic_refused": "404 not_found_error",
+}
 QUESTION = f"Who holds it? [[say {SAYS}]]"
 
 

@@ -17,7 +17,7 @@ from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.tiers import tiers_of
 from kvatlas.bus import wire
 from kvatlas.events import Checkpoint, Cleared, Heads, Marked, Message, Removed, SnapshotBegin, SnapshotEnd, Unmarked
-from kvatlas.index.holder_entries import flags_in, number_bytes
+from kvatlas.index.holder_entries import entries_of, number_bytes
 from kvatlas.index.memory.shard import MemoryShard, Record
 from tests.logic.engine import ADAPTERS, TieredBlock, hash_of, path_with_hash, scope_of
 from tests.logic.publisher import Publisher
@@ -174,7 +174,7 @@ def residency(shard: MemoryShard, holder: int) -> Residency:
         (scope_id, key, tier)
         for scope_id, blocks in shard.table.blocks.items()
         for key, value in blocks.items()
-        for tier in tiers_of(flags_in(value, number))
+        for tier in tiers_of(dict(entries_of(value)).get(number, 0))
     )
 
 

@@ -1,7 +1,7 @@
 """A whole engine on free loopback ports, and a subscriber to its events that folds them as a publisher would."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp
 
 from kvatlas_simulator.service import EngineAddresses, run_engine
 from kvatlas_simulator.settings import EngineSettings
@@ -36,8 +37,10 @@ def engine_settings(**changed: Any) -> EngineSettings:
 
 
 @asynccontextmanager
-async def running_engine(**changed: Any) -> AsyncIterator[tuple[EngineAddresses, httpx.AsyncClient]]:
-    """An engine that answers, and an HTTP client to it."""
+async def running_engine(
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda application: application, /, **changed: Any
+) -> AsyncIterator[tuple[EngineAddresses, httpx.AsyncClient]]:
+    """An engine that answers, and an HTTP client to it. `wrap`: as of `run_engine`."""
     found: list[EngineAddresses] = []
     up = anyio.Event()
 
@@ -46,7 +49,7 @@ async def running_engine(**changed: Any) -> AsyncIterator[tuple[EngineAddresses,
         up.set()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run_engine, engine_settings(**changed), ready)
+        tasks.start_soon(run_engine, engine_settings(**changed), ready, wrap)
         with anyio.fail_after(60):
             await up.wait()
         async with http_client(base_url=found[0].base_url, timeout=60) as client:

@@ -37,7 +37,6 @@ def moment_of(record: Record | None) -> Moment:
 
 
 def stored_moment(stored: StoredRecord) -> Moment:
-    """The moment of the store's record."""
     return unpack_incarnation(stored.incarnation), stored.seq
 
 

@@ -10,10 +10,10 @@ from time import monotonic
 from typing import NamedTuple
 
 from kvatlas.blocks.block_sizes import BlockSizes
-from kvatlas.blocks.digest import Digest, MarkDigest
+from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES, ShardRuns
-from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
+from kvatlas.blocks.tiers import Tier, tiers_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holder_entries import (
@@ -21,8 +21,6 @@ from kvatlas.index.holder_entries import (
     NUMBER_BYTES,
     depths_by_number,
     entries_of,
-    find_entry,
-    flags_in,
     number_bytes,
     with_entry,
     without_entry,
@@ -69,20 +67,6 @@ class Holder:
         """Note that the holder uses this scope, with blocks of these sizes."""
         known = self.touched.get(scope_id)
         self.touched[scope_id] = sizes if known is None else known.updated(sizes)
-
-
-@dataclass(slots=True)
-class HolderCount:
-    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
-    tiers."""
-
-    digest: Digest = field(default_factory=Digest)
-    malformed: bool = False
-
-    def add(self, scope_id: bytes, key: bytes, flags: int) -> None:
-        for tier in tiers_of(flags):
-            self.digest.add(scope_id, tier, key)
-        self.malformed = self.malformed or not are_tiers(flags)
 
 
 class BlockTable:
@@ -210,7 +194,6 @@ class BlockTable:
                 self._count(holder, scope_id, tier, keys)
 
     def store(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Add blocks to a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.setdefault(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
@@ -224,7 +207,6 @@ class BlockTable:
             counts.stored += len(changed)
 
     def remove(self, holder: int, scope_id: bytes, tier: Tier, hashes: bytes, counts: ApplyCounts) -> None:
-        """Remove blocks from a holder, in one tier."""
         number, blocks = number_bytes(holder), self.blocks.get(scope_id, {})
         keys = split(hashes)
         olds = [value or b"" for value in map(blocks.get, keys)]
@@ -329,25 +311,6 @@ class BlockTable:
             holder = int.from_bytes(number, "big")
             if holder in self.active:
                 yield holder, flags
-
-    # ------------------------------------------------------------ recounts
-
-    def is_sound(self, holder: int, count: HolderCount) -> bool:
-        """True if every entry has at least one tier and no other flags, and the marks match their digest."""
-        if count.malformed:
-            return False
-        marks = self.marks.marked.get(number_bytes(holder))
-        found = self.marks.recount(number_bytes(holder))
-        return found.words == (marks.digest if marks is not None else MarkDigest()).words
-
-    def recount_one(self, holder: int) -> HolderCount:
-        """The content of one holder, counted from the blocks."""
-        number, count = number_bytes(holder), HolderCount()
-        for scope_id, blocks in self.blocks.items():
-            for key, value in blocks.items():
-                if find_entry(value, number)[1]:
-                    count.add(scope_id, key, flags_in(value, number))
-        return count
 
 
 class _Unswept(NamedTuple):

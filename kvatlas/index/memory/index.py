@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import monotonic
 
 from kvatlas.blocks.block_sizes import BlockSizes
-from kvatlas.blocks.digest import Digest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import (
     IndexMetrics,
@@ -31,7 +30,6 @@ from kvatlas.index.protocol import (
     DEFAULT_PARTITIONS,
     DEFAULT_SHARDS,
     ApplyResult,
-    RecountResult,
     Room,
     WorkerRecord,
 )
@@ -103,22 +101,6 @@ class MemoryIndex(DirectWrites):
 
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
-
-    async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
-        found = []
-        for worker_id in worker_ids:
-            record = self._shard_of(worker_id).workers.get(worker_id)
-            if record is None or record.active < 0:
-                continue
-            digests: dict[Scope, Digest] = {}
-            async for one in self.snapshot(worker_id):
-                key = one.sequence_hash.to_bytes(HASH_BYTES, "little")
-                digests.setdefault(one.scope, Digest()).add(one.scope.scope_id, one.tier, key)
-            scopes = {scope: digest.words for scope, digest in digests.items()}
-            sound = self._shard_of(worker_id).is_sound(worker_id)
-            marks = self._shard_of(worker_id).mark_words(record.active)
-            found.append(RecountResult(worker_id, record.incarnation, record.seq, False, scopes, sound, marks))
-        return found
 
     def overlap_now(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, stride: int = STRIDE

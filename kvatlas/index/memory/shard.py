@@ -172,11 +172,6 @@ class MemoryShard:
             marks.set_heads(number, scope_id, hashes, event[wire.HEAD_BITS])
         return True
 
-    def mark_words(self, holder: int) -> list[int]:
-        """`MarkDigest.words`, counted from the marks; empty for a holder without marks."""
-        number = number_bytes(holder)
-        return self.table.marks.recount(number).words if number in self.table.marks.marked else []
-
     def digest_words(self, holder: int) -> list[int]:
         """Digest of everything a holder has: `Digest.words`, followed by `MarkDigest.words` if it has marks."""
         marks = self.table.marks.marked.get(number_bytes(holder))
@@ -220,14 +215,6 @@ class MemoryShard:
             return False
         del self.workers[worker_id]
         return True
-
-    # ------------------------------------------------------------ recounts
-
-    def is_sound(self, worker_id: str) -> bool:
-        """See `RecountResult`. The worker has an active holder."""
-        holder = self.workers[worker_id].active
-        owned = self.table.active.get(holder) == worker_id
-        return owned and self.table.is_sound(holder, self.table.recount_one(holder))
 
     # ------------------------------------------------------------ positions
 

@@ -27,7 +27,7 @@ from kvatlas.identity import Scope, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.mark_lookup import check_reach, has_mark
-from kvatlas.index.protocol import ApplyResult, RecountResult, Room, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, Room, WorkerRecord
 from kvatlas.index.redis.apply_call import ApplyAnswer, pack_call, unpack_answer
 from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
@@ -36,11 +36,12 @@ from kvatlas.index.redis.layout import Layout, check_suitable, layout_errors, ma
 from kvatlas.index.redis.lookup.overlap_lookup import OverlapLookup
 from kvatlas.index.redis.pins import Pins
 from kvatlas.index.redis.records import (
+    HolderState,
     pack_incarnation,
     pack_position,
     unpack_position,
 )
-from kvatlas.index.redis.recount import recount_workers
+from kvatlas.index.redis.recount import RecountResult, recount_workers
 from kvatlas.index.redis.residency_reader import ResidencyReader, residencies_of
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
@@ -291,11 +292,9 @@ class RedisIndex(DirectWrites):
                 yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        reader = self._reader_of(worker_id)
-        record = await reader.record(worker_id)
-        if record is None or not record.active:
-            return None
-        return await reader.digest(record.active) + await reader.mark_digest(record.active)
+        packed = await self._functions.call_ro("kvatlas_state", self._keys_of(worker_id).of_state, [worker_id])
+        state = HolderState.unpack(packed)
+        return None if state is None else [*state.digest, *(state.marks or ())]
 
     async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
         found: dict[str, int] = {}
@@ -314,6 +313,8 @@ class RedisIndex(DirectWrites):
         return found
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
+        """Count what these workers hold from the blocks, not from digests. Workers without an active holder are left out.
+        Reads every block of their shards."""
         by_shard: dict[int, list[str]] = {}
         for worker_id in worker_ids:
             by_shard.setdefault(self._shard_of(worker_id), []).append(worker_id)

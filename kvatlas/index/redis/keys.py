@@ -19,7 +19,6 @@ SWITCHED_VERSION = 3
 
 
 def layout_key(number: int) -> str:
-    """The key of the layout with this number."""
     return f"{LAYOUT}:{number}" if number else LAYOUT
 
 

@@ -34,7 +34,6 @@ class Pins:
             await self._store.ask(change(key, *(_member(scope_id, tier, one) for one in some)))
 
     async def holders(self) -> set[bytes]:
-        """Holders that have any pins."""
         return set(await self._store.ask(self._store.client.smembers(self._keys.pinned)))
 
     async def mark(self, found: Sequence[tuple[bytes, Residency]], holders: set[bytes]) -> list[Residency]:

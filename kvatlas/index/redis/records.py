@@ -65,7 +65,6 @@ class StoredRecord(NamedTuple):
         return record
 
     def of_worker(self, worker_id: str) -> WorkerRecord:
-        """The fence in this record."""
         return WorkerRecord(
             worker_id,
             unpack_incarnation(self.incarnation),

@@ -1,6 +1,6 @@
 """Counts what workers hold from the blocks themselves, by reading every block and mark of their shard."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -9,14 +9,32 @@ from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES
 from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
+from kvatlas.identity import Scope
 from kvatlas.index.holder_entries import NUMBER_BYTES, entries_of
 from kvatlas.index.mark_lookup import HEAD_ENTRY_BYTES
-from kvatlas.index.protocol import RecountResult
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 from kvatlas.index.redis.scope_registry import ScopeRegistry
 from kvatlas.index.redis.shard_reader import ShardReader
+
+
+@dataclass(frozen=True, slots=True)
+class RecountResult:
+    """What a worker holds, counted from the blocks themselves: its active holder's digest words by scope.
+
+    As of (incarnation, seq). `moved`: the worker changed during the count, so the count is void. `sound`: every entry has
+    at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest words of its
+    marks; empty if there are none.
+    """
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    moved: bool
+    scopes: Mapping[Scope, Sequence[int]]
+    sound: bool = True
+    marks: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -31,7 +49,7 @@ class _Count:
 async def recount_workers(
     functions: IndexFunctions, reader: ShardReader, registry: ScopeRegistry, worker_ids: Sequence[str]
 ) -> list[RecountResult]:
-    """See `ResidencyIndex.recount`; all these workers belong to the reader's shard."""
+    """See `RedisIndex.recount`; all these workers belong to the reader's shard."""
     before = await _read_states(functions, reader.keys, worker_ids)
     counts = {state.holder: _Count() for state in before.values()}
     scope_ids = sorted(await registry.ids())

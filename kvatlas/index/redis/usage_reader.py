@@ -37,7 +37,6 @@ class UsageReader:
         return [*held, *_amounts(list(spent.items()))]
 
     async def spent_scopes(self) -> set[bytes]:
-        """Scopes with any spent usage."""
         return {field[:SCOPE_ID_BYTES] for field in await read_hash(self._store, self._keys.spent)}
 
     async def fold(self, scope_ids: Collection[bytes]) -> None:

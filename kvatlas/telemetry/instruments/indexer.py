@@ -4,9 +4,6 @@ from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, 
 
 # ---------------------------------------------------------------- indexer: kvatlas_indexer.counters.IndexerCounters
 
-PARTITION_READS = counter(
-    "indexer.readings", "{reading}", "Reads of a partition started, broken off, and restarted on a new stream"
-)
 INDEXER_POISON = counter("indexer.poison", "{message}", "Messages refused before they reached the index, by reason")
 DEAD_LETTERS_DROPPED = counter(
     "indexer.dead_letters.dropped", "{message}", "Refused messages that could not be kept as dead letters"
@@ -19,22 +16,14 @@ APPLY_TIME = histogram("indexer.apply.duration", "s", "Calls to the store that a
 SNAPSHOT_REQUESTS = counter("indexer.snapshot.requests", "{request}", "Snapshots requested from publishers, by outcome")
 GRANTS = counter("indexer.grants", "{request}", "Publishers' requests to send a large snapshot, by answer")
 HEARTBEATS = counter("indexer.heartbeats", "{heartbeat}", "Heartbeats received, by validity")
-RECORDS = counter("indexer.records", "{record}", "Fleet records written, and those that could not be, by outcome")
 POOLS_REPAIRED = counter(
     "indexer.pools.repaired",
     "{repair}",
     "Times that a pool's bookings and loads were dropped because a record was damaged",
 )
 LIVENESS = counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
-PARTITION_MOVES = counter("indexer.partitions", "{partition}", "Partitions taken, given up and lost")
-CLEANUPS = counter(
-    "indexer.cleanups",
-    "{cleanup}",
-    "Sweeps of retired holders, and scopes forgotten because they are unused, by kind",
-)
 
 INDEXER = {
-    **by(PARTITION_READS, "change", readings_started="started", readings_broken="broken", new_streams="new_stream"),
     **by(
         INDEXER_POISON,
         "reason",
@@ -82,7 +71,6 @@ INDEXER = {
         heartbeats_refused="refused",
         heartbeats_excess="excess",
     ),
-    **by(RECORDS, "outcome", fleet_writes="written", records_bad="refused"),
     **single(POOLS_REPAIRED, "pools_repaired"),
     **by(
         LIVENESS,
@@ -91,13 +79,6 @@ INDEXER = {
         workers_retired="retired",
         retirements_held="retirement_held",
         workers_too_large="too_large",
-    ),
-    **by(PARTITION_MOVES, "change", partitions_taken="taken", partitions_given="given", leases_lost="lost"),
-    **by(
-        CLEANUPS,
-        "kind",
-        sweeps="sweep",
-        scopes_forgotten="scope_forgotten",
     ),
 }
 
@@ -113,7 +94,6 @@ WITHOUT_ROOM = gauge(
 )
 OUT_OF_MEMORY = gauge("indexer.store.out_of_memory", "{shard}", "Owned shards whose store is out of memory: an alarm")
 EVICTING = gauge("indexer.store.evicting", "{shard}", "Owned shards whose store evicts keys: an alarm")
-RETIRED_HOLDERS = gauge("indexer.holders.retired", "{holder}", "Retired holders that are not swept yet")
 
 REPLICA = {
     **single(PARTITIONS, "partitions"),
@@ -124,7 +104,6 @@ REPLICA = {
     **single(WITHOUT_ROOM, "workers_without_room"),
     **single(OUT_OF_MEMORY, "shards_out_of_memory"),
     **single(EVICTING, "shards_evicting"),
-    **single(RETIRED_HOLDERS, "retired_holders"),
 }
 
 # ---------------------------------------------------------------- partition: kvatlas_indexer.partition.reader.PartitionStatus
@@ -146,7 +125,6 @@ INDEX_BYTES = gauge(
 STORE_MEMORY = gauge(
     "store.memory", "By", "Memory of all primaries of the store, used and allowed; from one replica only"
 )
-INDEX_CHANGES = counter("index.changes", "{residency}", "Residencies added to and removed from the index, by change")
 INDEX_WRITTEN = counter("index.written", "By", "Key and value bytes of block entries sent to the store")
 
 INDEX = {
@@ -170,6 +148,5 @@ STORE = {
 # ---------------------------------------------------------------- index of one replica: kvatlas.blocks.residency.IndexWork
 
 INDEX_WORK = {
-    **by(INDEX_CHANGES, "change", puts="put", removes="remove"),
     **single(INDEX_WRITTEN, "bytes_written"),
 }

@@ -8,23 +8,13 @@ ENGINE_EVENTS = counter("publisher.engine.events", "{event}", "Events received f
 ENGINE_POISON = counter("publisher.engine.poison", "{payload}", "Payloads that could not be decoded, by reason")
 FEED = counter("publisher.feed", "{incident}", "Incidents of the engine's event feed, by kind")
 PUBLISHED_BLOCKS = counter("publisher.blocks", "{block}", "Blocks published, by change")
-PUBLISHED_MARKS = counter("publisher.marks", "{event}", "Clears, checkpoints and snapshots published, by kind")
 OVERFLOWS = counter("publisher.outbox.overflows", "{overflow}", "Outbox overflows; each starts a new incarnation")
 OUTBOX_MESSAGES = counter("publisher.messages", "{message}", "Messages, by step")
-SENT_BYTES = counter("publisher.sent.bytes", "By", "Bytes of messages sent to the stream, resends included")
 SEND_FAILURES = counter(
     "publisher.send.failures", "{failure}", "Failed sends, by reason; the messages wait or are sent again"
 )
-PUBLISHER_GRANTS = counter("publisher.grants", "{request}", "Requests for a grant to send a large snapshot, by answer")
-CONTROL_REQUESTS = counter(
-    "publisher.control",
-    "{request}",
-    "Requests received on the control subject, and invalid heartbeats under this worker's name, by kind",
-)
 YIELDS = counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
 LOAD_SAMPLES = counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
-STORE_NOTICES = counter("publisher.store.notices", "{notice}", "Notices of a shared store's blocks, by outcome")
-SAVES = counter("publisher.saves", "{save}", "Saves of the ledger, by outcome")
 
 PUBLISHER = {
     **single(ENGINE_EVENTS, "engine_events"),
@@ -55,10 +45,8 @@ PUBLISHER = {
         dead_letters_dropped="dead_letter_dropped",
     ),
     **by(PUBLISHED_BLOCKS, "change", blocks_stored="stored", blocks_removed="removed", snapshot_blocks="in_snapshot"),
-    **by(PUBLISHED_MARKS, "kind", clears="cleared", checkpoints="checkpoint", snapshots="snapshot"),
     **single(OVERFLOWS, "overflows"),
     **by(OUTBOX_MESSAGES, "step", messages="queued", sends="sent", resends="sent_again", acks="acknowledged"),
-    **single(SENT_BYTES, "sent_bytes"),
     **by(
         SEND_FAILURES,
         "reason",
@@ -70,25 +58,8 @@ PUBLISHER = {
         refused_busy="busy",
         refused_other="other",
     ),
-    **by(
-        STORE_NOTICES,
-        "outcome",
-        store_notices="passed_on",
-        store_notices_lost="lost",
-        store_notices_refused="refused",
-    ),
-    **by(PUBLISHER_GRANTS, "answer", grants_asked="asked", grants_denied="denied", grants_unanswered="unanswered"),
-    **by(
-        CONTROL_REQUESTS,
-        "kind",
-        control_bad="bad",
-        snapshot_requests="snapshot",
-        snapshot_requests_ignored="snapshot_ignored",
-        heartbeats_bad="heartbeat_bad",
-    ),
     **single(YIELDS, "yields"),
     **by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
-    **by(SAVES, "outcome", saves="saved", saves_failed="failed"),
 }
 
 # ---------------------------------------------------------------- engine: kvatlas_publishers.counters.PublisherGauges
@@ -127,11 +98,6 @@ ENGINE = {
 
 LEDGER_BLOCKS = counter("ledger.blocks", "{block}", "Blocks that the engine stored and removed, by change")
 LEDGER_SKIPPED = counter("ledger.skipped", "{block}", "Blocks that can't be published, by reason")
-LEDGER_HOLES = counter(
-    "ledger.holes",
-    "{block}",
-    "Blocks withdrawn because an ancestor is missing, restored, and removed because a removed hash may stand for them",
-)
 
 LEDGER = {
     **by(
@@ -159,5 +125,4 @@ LEDGER = {
         removal_untold="removal_untold",
         store_unknown="store_unknown",
     ),
-    **by(LEDGER_HOLES, "change", withdrawn="withdrawn", restored="restored", judged_removals="removed_by_shared_hash"),
 }

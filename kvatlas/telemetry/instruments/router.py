@@ -94,18 +94,10 @@ RATES = {
 COPY_ANSWERS = counter(
     "index_replica.answers", "{lookup}", "Lookups of a router with a replica of the index, by who answered and why"
 )
-COPIES = counter("index_replica.copies", "{copy}", "Copies of the index made, resumed from the file, and given up")
-COPY_SAVES = counter("index_replica.saves", "{save}", "Times the copy was written to its file, by outcome")
-COPY_CHECKS = counter("index_replica.checks", "{worker}", "Workers whose digests were compared with the store's")
-COPY_MESSAGES = counter(
-    "index_replica.messages", "{message}", "Messages read from the stream, those refused among them"
-)
 
 COPY_CURRENT = gauge(
     "index_replica.current", "{copy}", "1 while the replica of the index answers, 0 while the store does"
 )
-COPY_STALENESS = gauge("index_replica.staleness", "s", "Longest time that the replica may be behind the stream")
-COPY_MEMORY = gauge("index_replica.memory", "By", "Memory of the replica, as estimated")
 
 INDEX_REPLICA = {
     **by(
@@ -116,15 +108,9 @@ INDEX_REPLICA = {
         while_stale="store_while_stale",
         while_large="store_while_too_large",
     ),
-    **by(COPIES, "change", loads="made", resumed="resumed", losses="given_up"),
-    **by(COPY_SAVES, "outcome", saves="written", save_failures="failed"),
-    **by(COPY_CHECKS, "outcome", verified="compared", mismatches="different"),
-    **by(COPY_MESSAGES, "kind", messages_read="read", refused="refused"),
 }
 INDEX_REPLICA_NOW = {
     **single(COPY_CURRENT, "current"),
-    **single(COPY_STALENESS, "staleness_s"),
-    **single(COPY_MEMORY, "memory_bytes"),
 }
 """Fields of kvatlas.index.local_copy.local_copy.IndexReplica."""
 

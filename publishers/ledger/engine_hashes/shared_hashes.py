@@ -69,7 +69,6 @@ class SharedHashes:
         self.recount(name)
 
     def forget(self, names: Iterable[EngineHash]) -> None:
-        """Forget these hashes, as the lineage has."""
         for name in names:
             self.by_hash.pop(name, None)
 

@@ -102,12 +102,10 @@ class Marks:
 
     @property
     def marked(self) -> Iterable[Stretch]:
-        """All marked blocks."""
         return self._marked
 
     @property
     def heads(self) -> Mapping[Stretch, int]:
-        """All heads, with their bits."""
         return {head: _bits(offsets) for head, offsets in self._heads.items()}
 
     def settle(self, touched: Iterable[Stretch]) -> MarkChange:

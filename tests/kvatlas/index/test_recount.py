@@ -1,4 +1,4 @@
-"""A recount finds damage that no message did, in each implementation; a snapshot and a sweep repair it."""
+"""A recount finds damage that no message did; a snapshot and a sweep repair it."""
 
 import pytest
 
@@ -12,7 +12,10 @@ from kvatlas.index.redis.index import RedisIndex
 from tests.kvatlas.index.damage import Damage, damaged
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, contents
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("index", ["valkey", "valkey-4", "redis8-4", "cluster-4"], indirect=True),
+]
 
 SCOPE, OTHER = Scope("model", "tokenizer"), Scope("model", "tokenizer", "adapter")
 BLOCKS = 1_400
@@ -90,8 +93,7 @@ async def test_pinned_blocks_are_no_damage_and_not_in_the_digest(index: Residenc
 
 
 async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
-    if not isinstance(index, RedisIndex):
-        return
+    assert isinstance(index, RedisIndex)
     damage = Damage(index, "b")
     number, (first, second) = await damage.number(), (block(50), block(51))
     for key, value in ((first, number + b"\x01" + number + b"\x01"), (second, b"")):
@@ -101,7 +103,7 @@ async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources
     assert found == (["a", "b"] if together else ["b"])
 
 
-async def test_a_recount_counts_blocks_by_scope(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
+async def test_a_recount_counts_blocks_by_scope(index: RedisIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "b").take(SCOPE, block(7))
     await Damage(index, "c").change_flags(SCOPE, block(30), Tier.HBM.flag | NO_TIER)
     assert [one.sound for one in await index.recount(["a", "b", "c"])] == [True, True, False]

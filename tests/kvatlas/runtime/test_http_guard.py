@@ -197,18 +197,21 @@ async def test_an_idle_connection_stays_open_for_longer_than_clients_use_it() ->
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (None, 401),
-        ("Bearer wrong", 401),
-        ("Bearer", 401),
-        ("Basic first", 401),
-        ("Bearer first", 200),
-        ("bearer second", 200),
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": "Basic first"}, 401),
+        ({"x-api-key": "wrong"}, 401),
+        ({"authorization": "Bearer first"}, 200),
+        ({"authorization": "bearer second"}, 200),
+        ({"authorization": "Basic first", "x-api-key": "second"}, 200),
+        ({"api-key": "first"}, 200),
     ],
 )
-async def test_a_request_needs_one_of_the_tokens(sent: str | None, status: int) -> None:
+async def test_a_request_needs_one_of_the_tokens(sent: dict[str, str], status: int) -> None:
+    """Anthropic's and Azure's clients send theirs in headers of their own."""
     access = HttpAccess(tokens=(b"first", b"second"))
-    headers = {"authorization": sent} if sent else {}
-    async with serving(access) as listener, http_client(base_url=listener.url, headers=headers) as client:
+    async with serving(access) as listener, http_client(base_url=listener.url, headers=sent) as client:
         answer = await client.get("/")
         assert answer.status_code == status
         assert status == 200 or (answer.headers["www-authenticate"] == "Bearer" and "no valid token" in answer.text)

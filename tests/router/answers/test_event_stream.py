@@ -172,12 +172,15 @@ def test_the_end_is_found_in_any_spelling(head: bytes, last: bytes) -> None:
         b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
         b'data: {"type":"message_stop"}\n\n',
         b'event: response.completed\ndata: {"response": {"output": []}, "type": "response.completed"}\n\n',
+        b"event: response.completed\n" + event({"response": {"output": [{"content": [{"text": "all of it"}]}]}}),
+        event({"type": "response.incomplete", "response": {"output": [{"content": [{"text": "all of it"}]}]}}),
     ],
 )
-def test_other_protocols_ends_are_ends(last: bytes) -> None:
+def test_other_protocols_ends_are_ends_and_no_part_of_the_answer(last: bytes) -> None:
+    """Some of them have the whole answer once more."""
     stream = EventStream(hide_usage=False)
     stream.feed(last)
-    assert stream.done
+    assert stream.done and not stream.parts
 
 
 ERROR = {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": None, "code": 500}}

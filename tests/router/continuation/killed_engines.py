@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 from anyio.to_thread import run_sync
 
-from kvatlas_simulator.http.answer_faults import AnswerFault
 from kvatlas_simulator.service import run_engine
+from tests.simulator.answer_faults import AnswerFaults
 from tests.simulator.running_engine import engine_settings
 
 START_S = 60.0
@@ -20,8 +20,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def _run(after: int, changed: Mapping[str, Any], ready: Connection) -> None:
-    settings = engine_settings(answer_fault=AnswerFault.KILL, answer_fault_event=after, **changed)
-    anyio.run(run_engine, settings, lambda addresses: ready.send(addresses.base_url))
+    faults = AnswerFaults("kill", after)
+    anyio.run(run_engine, engine_settings(**changed), lambda addresses: ready.send(addresses.base_url), faults)
 
 
 @asynccontextmanager

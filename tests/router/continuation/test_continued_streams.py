@@ -33,6 +33,7 @@ from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, PATIENT_MS, SCOPE, Fleet, record, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import requests_are, status
+from tests.simulator.answer_faults import AnswerFaults
 from tests.simulator.running_engine import running_engine
 
 pytestmark = pytest.mark.anyio
@@ -270,7 +271,7 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
     async with (
         mortal_fleet(store, 1) as (fleet, _),
-        running_engine(answers_text=True, answer_fault="late_error", answer_fault_event=5) as (failing, _),
+        running_engine(AnswerFaults("late_error", 5), answers_text=True) as (failing, _),
     ):
         await fleet.report("w1", failing.base_url)
         await fleet.holds("w1", list(render(MESSAGES).encode()))

@@ -31,6 +31,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "batch": ("batches", {"input_file_id": "f1"}),
     "files of a vector store": ("vector_stores", {"file_ids": ["f1"]}),
+    "batch of files": ("vector_stores/f1/file_batches", {"files": [{"file_id": "f1", "attributes": {}}]}),
     "conversation": ("responses", {"input": "a", "conversation": {"id": "f1"}}),
     "attachment": ("threads/runs", {"thread": {"messages": [{"content": "a", "attachments": [{"file_id": "f1"}]}]}}),
     "resource": ("assistants", {"tool_resources": {"file_search": {"vector_store_ids": ["f1"]}}}),
@@ -42,6 +43,14 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_an_object_is_found_wherever_a_request_names_it(where: str) -> None:
     path, asked = NAMED[where]
     use = ObjectUse.of("POST", f"/v1/{path}", json.dumps(asked).encode(), asked)
+    assert use is not None and use.ids == ("f1",)
+
+
+@pytest.mark.parametrize("where", NAMED)
+def test_an_object_is_found_whatever_letters_of_its_field_are_escaped(where: str) -> None:
+    path, asked = NAMED[where]
+    body = json.dumps(asked).replace("_id", "\\u005fid").replace("conversation", "conv\\u0065rsation")
+    use = ObjectUse.of("POST", f"/v1/{path}", body.encode())
     assert use is not None and use.ids == ("f1",)
 
 

@@ -52,6 +52,14 @@ def test_only_events_with_content_are_timed() -> None:
     assert reader.timings == Timings(50_000, 8_000)
 
 
+def test_a_stream_without_its_end_is_no_answer() -> None:
+    begun = (5, event({"content": "a"}))
+    ended, _ = read(EVENTS, [begun, (6, event({"content": "b"}, finish_reason="stop"))])
+    cut, _ = read(EVENTS, [begun])
+    assert ended.error is None
+    assert cut.error is not None and cut.error.status == 502
+
+
 def test_the_pieces_of_a_whole_answer_are_no_tokens() -> None:
     body = json.dumps({"choices": [{"message": {"content": "abc"}}], "usage": USAGE}).encode()
     reader, with_content = read(JSON, [(50, body[:20]), (50.1, body[20:40]), (50.2, body[40:])])

@@ -322,6 +322,9 @@ async def test_nobody_and_too_much_are_answered_by_the_picker(
         for listener in ("whole", "buffered"):
             refused = await gateway[listener].post("/v1/completions", json={**ASK, "user": "x" * (1 << 20)})
             assert refused.status_code == 413, listener
+        refused = await gateway["whole"].post("/v1/messages", content=b"[]")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert refused.json().keys() == {"type", "error"}  # Anthropic's form
         for path in ("/sleep", "/%73leep", "/v1/%2e%2e/sleep"):
             refused = await gateway["whole"].post(path, json={})
             assert refused.status_code == 404 and "not passed on" in refused.json()["error"]["message"]

@@ -98,6 +98,8 @@ async def test_chats_and_streams_of_the_official_client(store: Store, valkey_url
         assert events[-1].usage is not None and events[-1].usage.completion_tokens == 4
         text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
         assert text
+        responses = await client.responses.create(model=MODEL, input="a", max_output_tokens=4, stream=True)
+        assert [event.type async for event in responses][-1] == "response.incomplete"
         models = await client.models.list()
         assert [model.id for model in models.data] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL

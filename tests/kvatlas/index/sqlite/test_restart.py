@@ -56,7 +56,6 @@ async def everything(index: MemoryIndex) -> dict[str, Any]:
         "residencies": sorted([one async for one in index.snapshot()], key=repr),
         "records": [await index.record(worker_id) for worker_id in WORKERS],
         "digests": [await index.digest(worker_id) for worker_id in WORKERS],
-        "sound": [(one.worker_id, one.sound, one.marks) for one in await index.recount(WORKERS)],
         "resident": await index.resident_blocks(),
         "children": [await index.children(scope, parent) for scope in SCOPES for parent in parents],
         "reach": [(await index.overlap(scope, CHAIN, verify=True)).reach() for scope in SCOPES],
