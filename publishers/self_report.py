@@ -11,8 +11,8 @@ from kvatlas.redaction import redact_url
 from kvatlas_publishers.counters import PublisherGauges
 from kvatlas_publishers.engine_view import EngineView
 from kvatlas_publishers.heartbeat import DoctorFacts
+from kvatlas_publishers.intake.diagnosis_texts import Circumstances, text_of
 from kvatlas_publishers.intake.feed_coverage import Intake, Reason, Serving, Taken
-from kvatlas_publishers.intake.remedies import Circumstances, text_of
 from kvatlas_publishers.parts import PublisherParts
 from kvatlas_publishers.stream.sender import Sender
 

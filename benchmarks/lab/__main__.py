@@ -14,10 +14,10 @@ from pathlib import Path
 from benchmarks.lab import grid
 from benchmarks.lab.document import Stopwatch, to_table, write_chapter
 from benchmarks.peer.dynamo.processes import PYTHON
-from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
 from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES
 from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.study import Point, Study, compare
 from kvatlas_simulator.lab.traces import read_trace
 
 JOBS = len(os.sched_getaffinity(0))

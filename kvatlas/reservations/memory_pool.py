@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.deadlines import Deadlines
+from kvatlas.reservations.due_heap import Deadlines
 from kvatlas.reservations.pool_queue import PoolQueue
 from kvatlas.reservations.protocol import LoadReport
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvatlas.reservations.deadlines import Deadlines
+from kvatlas.reservations.due_heap import Deadlines
 from kvatlas.reservations.queue_lines import MOST_AHEAD, MOST_WINDOW, STRAYS, Account, Line, QueueLines
 from kvatlas.reservations.queue_lines import Place as LinePlace
 from kvatlas.reservations.waiting_request import (

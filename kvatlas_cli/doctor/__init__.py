@@ -4,7 +4,7 @@ Each check reads first and then judges; judging takes values and returns finding
 """
 
 from kvatlas_cli.doctor.examination import examine
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.doctor.finding import Finding, Level
 from kvatlas_cli.doctor.request import follow_request, read_request
 
 __all__ = ["Finding", "Level", "examine", "follow_request", "read_request"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvatlas.bus.access import NatsAccess
 from kvatlas.runtime.certificate_files import CertificateState, state_on_disk
 from kvatlas.store.access import RedisAccess
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.doctor.finding import Finding, Level
 
 FEW_DAYS = 14
 _CHECK = "certificates"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from kvatlas.fleet.records import FleetRecord, Liveness
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 MAX_SKEW_US = 1_000_000
 WRONG_US = 60_000_000

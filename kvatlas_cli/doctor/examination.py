@@ -30,9 +30,9 @@ from kvatlas.store.connection import Store, open_store
 from kvatlas_cli.doctor import clocks, indexers, pools, routers, service_answer, sidecars, store_facts, stream, workers
 from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.doctor.fleets import judge_fleet
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, Told
-from kvatlas_cli.doctor.report import Finding, Level, join_names
 
 LONGEST_S = 9.0
 """Longest time of an examination, whatever hangs, unless `wait` is set."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvatlas.fleet.fleet_identity import FleetIdentity
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 def judge_fleet(

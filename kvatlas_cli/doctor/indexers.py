@@ -6,7 +6,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.fleet_store.fleet_store import leases_key, members_key
 from kvatlas.quantities import ranges_text
 from kvatlas.store.connection import UNREACHABLE, Store, reason
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[list[str], dict[int, str]]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord, Heartbeat, Role
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from kvatlas.index.redis.keys import SCOPES
 from kvatlas.index.redis.shard_reader import read_hash
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import Store, connected_store
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.doctor.heartbeats import Heard, Told, hear_workers
-from kvatlas_cli.doctor.report import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 from kvatlas_cli.token_input import read_json_or_tokens
 from router_client import (

@@ -6,7 +6,7 @@ from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.condition import RouterCondition
 from kvatlas.predictions.store import StoredReport
 from kvatlas.runtime.descriptors import FEW
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.doctor.finding import Finding, Level
 from kvatlas_cli.output import count_text
 
 LATE_REPORT_US = 10_000_000

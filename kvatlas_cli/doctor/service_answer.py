@@ -7,7 +7,7 @@ no reliable knowledge of prefixes. "No": the router would refuse it.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvatlas.fleet.records import EngineState, FleetRecord, Liveness, Role
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 CHECK = "serving"
 

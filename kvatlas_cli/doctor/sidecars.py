@@ -10,7 +10,7 @@ from kvatlas.redaction import redact_url
 from kvatlas.runtime.certificate_files import CertificateState
 from kvatlas.store.access import tls_context
 from kvatlas_cli.doctor.certificates import judge_certificates
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.doctor.finding import Finding, Level
 
 ANSWER_S = 2.0
 

@@ -9,7 +9,7 @@ from kvatlas.index.redis.layout import Layout, read_layout
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
 from kvatlas.store.connection import Store
 from kvatlas.version import own_version
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.doctor.store_facts import LISTPACK, POLICY, ServerFacts
 from kvatlas_cli.output import count_text
 

@@ -17,7 +17,7 @@ from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.stream import StreamInfo, microseconds_of, stream_info
 from kvatlas.bus.subjects import ALL_EVENTS, DEAD_REASON, DEAD_STREAM, DEAD_SUBJECT, DEAD_WHY, STREAM
 from kvatlas.bus.wire import MAX_MESSAGE_BYTES
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120

@@ -11,7 +11,7 @@ from kvatlas.identity import instance_of
 from kvatlas.index.protocol import WorkerRecord
 from kvatlas.reservations.protocol import STALE_US
 from kvatlas.version import own_version
-from kvatlas_cli.doctor.report import Finding, Level, join_names
+from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 MAX_SILENT_US = 5_000_000

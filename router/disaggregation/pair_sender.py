@@ -22,7 +22,7 @@ from kvatlas_router.upstream.engine_answer import (
     error_refusal,
 )
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
-from kvatlas_router.upstream.status import Verdict, judge
+from kvatlas_router.upstream.status_verdict import Verdict, judge
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import TransferProtocol, replace_fields
 from router_client.results import RANK_HEADER, Choice

@@ -9,7 +9,7 @@
     fleet_picker.py       the decision by `RouterClient`, over the fleet's workers
     unpublished_pods.py   the decision over pods without a publisher
     booked_request.py     one booked request, from its choice to its end
-    addresses.py          a worker's ip:port
+    worker_addresses.py   a worker's ip:port
     pool_pods.py          the pods of a pool, by their names or from Kubernetes
     asked_request.py      a request as the picker reads it
     extension_objects.py  priorities and rewrites of models, from Kubernetes

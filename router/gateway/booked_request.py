@@ -16,7 +16,7 @@ from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.proxy.predicted_try import sent_try
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.status import Verdict, judge
+from kvatlas_router.upstream.status_verdict import Verdict, judge
 from router_client.learning.timings import Timings
 from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice

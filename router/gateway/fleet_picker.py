@@ -20,7 +20,6 @@ from kvatlas_router.admission.queue import QueueFull, Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_fields, fetch_of, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
-from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
 from kvatlas_router.gateway.counters import GatewayCounters
@@ -29,6 +28,7 @@ from kvatlas_router.gateway.picker import Destination, PickedRequest, Refusal, R
 from kvatlas_router.gateway.pool_pods import PoolPods
 from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
+from kvatlas_router.gateway.worker_addresses import Candidates, WorkerAddresses
 from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ErrorKind

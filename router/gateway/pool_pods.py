@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from kvatlas.addresses import parse_ip
 from kvatlas.errors import InvalidValue, KvatlasError
 from kvatlas.runtime.background_task import BackgroundTask
-from kvatlas_router.gateway.addresses import join_endpoint
 from kvatlas_router.gateway.kubernetes_api import KubernetesApi, PeriodicRead, parse_objects
+from kvatlas_router.gateway.worker_addresses import join_endpoint
 
 LOOKUP_S = 5.0
 """Interval at which the names of pods are looked up again."""

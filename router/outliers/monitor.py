@@ -12,7 +12,7 @@ from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.outliers.pool_outliers import Avoided, PoolOutliers
 from kvatlas_router.outliers.retry_budget import RetryBudget
-from kvatlas_router.upstream.status import Verdict, judge, retry_after_s
+from kvatlas_router.upstream.status_verdict import Verdict, judge, retry_after_s
 
 EVERY_S = 1.0
 CALL_S = 1.0

@@ -18,7 +18,7 @@ from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
-from kvatlas_router.upstream.status import Verdict, judge
+from kvatlas_router.upstream.status_verdict import Verdict, judge
 from router_client.client import RouterClient
 from router_client.learning.timings import Timings
 from router_client.learning.token_counts import Usage

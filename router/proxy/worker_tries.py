@@ -35,7 +35,7 @@ from kvatlas_router.upstream.engine_answer import (
     WholeAnswer,
 )
 from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
-from kvatlas_router.upstream.status import Verdict, judge
+from kvatlas_router.upstream.status_verdict import Verdict, judge
 from router_client.errors import NoWorkers
 from router_client.prefill_decode_result import PairChoice
 

@@ -7,6 +7,6 @@ dns_cache.py          the addresses of engines' names, cached for a moment
 engine_answer.py      a request to an engine: its answer from the first byte on, or why there is none
 small_request.py      the small real request that probes a doubtful engine
 peer_timeouts.py      time limits that don't blame an engine for a busy router
-status.py             what an HTTP status says about the request and the engine
+status_verdict.py     what an HTTP status says about the request and the engine
 model_lists.py        the models and adapters that each engine lists
 """

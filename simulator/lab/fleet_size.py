@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from kvatlas_simulator.lab.comparison import Point, Study, replay_once, run_in_processes, with_effective_events
+from kvatlas_simulator.lab.study import Point, Study, replay_once, run_in_processes, with_effective_events
 from kvatlas_simulator.lab.summary import Summary
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvatlas.errors import InvalidValue
 from kvatlas.version import own_version
-from kvatlas_simulator.lab.comparison import Cell, Point, Study
 from kvatlas_simulator.lab.fleet_size import FleetSize
 from kvatlas_simulator.lab.miss_ratio import MissRatioCurve
 from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.study import Cell, Point, Study
 from kvatlas_simulator.lab.summary import Summary
 
 COLUMNS = (

@@ -13,9 +13,9 @@ from kvatlas.validation import Count, Positive
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.hybrid_cache.groups import parse_groups
 from kvatlas_simulator.lab.cache_layout import CacheLayout
-from kvatlas_simulator.lab.comparison import Point
 from kvatlas_simulator.lab.miss_ratio import SIZES
 from kvatlas_simulator.lab.policies.catalogue import DEFAULT_POLICIES, DYNAMO_POLICIES, LIVE_POLICIES, POLICIES
+from kvatlas_simulator.lab.study import Point
 from kvatlas_simulator.lab.summary import Objective
 
 _RATES = StepCost()

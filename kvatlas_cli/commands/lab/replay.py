@@ -12,7 +12,6 @@ import typer
 
 from kvatlas_cli.flags import JsonFlag, with_settings
 from kvatlas_cli.output import print_json, print_notice, print_table
-from kvatlas_simulator.lab.comparison import Study, compare, compare_live
 from kvatlas_simulator.lab.fleet_size import find_fleet_sizes, most_replays
 from kvatlas_simulator.lab.generated_requests import REQUESTS, WORKLOADS, generate
 from kvatlas_simulator.lab.miss_ratio import measure_curve, replayed_hit_rate, sizes_to_replay
@@ -34,6 +33,7 @@ from kvatlas_simulator.lab.report import (
 )
 from kvatlas_simulator.lab.requests import Workload
 from kvatlas_simulator.lab.settings import ReplaySettings
+from kvatlas_simulator.lab.study import Study, compare, compare_live
 from kvatlas_simulator.lab.traces import read_trace
 
 _Trace = Annotated[

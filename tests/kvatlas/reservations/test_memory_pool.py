@@ -7,7 +7,7 @@ from typing import Any
 
 from kvatlas.cost import Load
 from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
-from kvatlas.reservations.deadlines import Deadlines
+from kvatlas.reservations.due_heap import Deadlines
 from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, START_US, ask, id_of, offer, steps
 
 

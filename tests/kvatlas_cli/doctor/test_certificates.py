@@ -9,7 +9,7 @@ from kvatlas.runtime.certificate_files import CertificateState
 from kvatlas.store.access import RedisAccess
 from kvatlas.store.connection import connected_store
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
-from kvatlas_cli.doctor.report import Level
+from kvatlas_cli.doctor.finding import Level
 from kvatlas_cli.doctor.sidecars import judge_status_pages, read_status_pages
 from tests.certificates import Authority
 from tests.router.proxy.engines import running_fleet, running_proxy

@@ -1,7 +1,7 @@
 """The first question: would a request be served well now?"""
 
 from kvatlas.fleet.records import EngineState, Liveness, Role
-from kvatlas_cli.doctor.report import Finding, Level
+from kvatlas_cli.doctor.finding import Finding, Level
 from kvatlas_cli.doctor.service_answer import judge_gone, judge_serving
 from tests.kvatlas_cli.doctor.installation import fleet_record
 

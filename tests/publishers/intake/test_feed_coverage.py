@@ -3,6 +3,7 @@
 import pytest
 
 from kvatlas.fleet.records import MAX_DIAGNOSIS_TEXT, EngineKind
+from kvatlas_publishers.intake.diagnosis_texts import Circumstances, text_of
 from kvatlas_publishers.intake.feed_coverage import (
     HOLES,
     LEAST_TOLD,
@@ -15,7 +16,6 @@ from kvatlas_publishers.intake.feed_coverage import (
     Taken,
 )
 from kvatlas_publishers.intake.feed_coverage import Verdict as IntakeVerdict
-from kvatlas_publishers.intake.remedies import Circumstances, text_of
 
 IDLE = Serving()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvatlas.errors import InvalidValue
-from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.generated_requests import generate
 from kvatlas_simulator.lab.replay import FleetSettings, replay
+from kvatlas_simulator.lab.study import Point, Study, compare
 from kvatlas_simulator.lab.summary import Figures, Objective
 
 PYTHON = Path(".bench-peer/bin/python")

@@ -6,10 +6,10 @@ import pytest
 
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.step_cost import StepCost
-from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.fleet_size import find_fleet_sizes, most_replays
 from kvatlas_simulator.lab.generated_requests import generate
 from kvatlas_simulator.lab.report import size_rows, sizes_to_jsonable
+from kvatlas_simulator.lab.study import Point, Study, compare
 
 LARGEST = Point(8, 60_000, speed=8.0)
 POLICIES = ("round-robin", "kvatlas")

@@ -3,9 +3,9 @@
 import pytest
 
 from kvatlas.errors import InvalidValue
-from kvatlas_simulator.lab.comparison import Point, Study, compare_live
 from kvatlas_simulator.lab.generated_requests import generate
 from kvatlas_simulator.lab.replay import replay
+from kvatlas_simulator.lab.study import Point, Study, compare_live
 from kvatlas_simulator.lab.summary import Figures
 
 pytestmark = pytest.mark.anyio

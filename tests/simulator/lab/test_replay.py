@@ -6,11 +6,11 @@ import pytest
 
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.engine.step_cost import StepCost
-from kvatlas_simulator.lab.comparison import Point, Study, compare
 from kvatlas_simulator.lab.generated_requests import WORKLOADS, generate
 from kvatlas_simulator.lab.policies.catalogue import DYNAMO_POLICIES, POLICIES
 from kvatlas_simulator.lab.replay import FleetSettings, Outage, draw_arrivals, replay
 from kvatlas_simulator.lab.requests import Workload
+from kvatlas_simulator.lab.study import Point, Study, compare
 from kvatlas_simulator.lab.summary import Figures, Objective
 
 FLEET = FleetSettings(workers=4, cache_tokens=60_000)

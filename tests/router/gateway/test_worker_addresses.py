@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.errors import InvalidValue
-from kvatlas_router.gateway.addresses import Candidates, WorkerAddresses, endpoint_of
+from kvatlas_router.gateway.worker_addresses import Candidates, WorkerAddresses, endpoint_of
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from tests.router.proxy.engines import record
 
