@@ -22,11 +22,12 @@ POOL_LIBRARY = FunctionLibrary(
             "_queue",
             "_queue_turns",
             "_queue_charges",
+            "_leases",
             "_pool",
             "_register",
             "_pair_choice",
         ),
-        *("_evaluation", "_look_alikes", "_held_blocks", "_lookup_rows", "_lookup", "_choice"),
+        *("_prediction_matches", "_evaluation", "_look_alikes", "_held_blocks", "_lookup_rows", "_lookup", "_choice"),
     ),
 )
 
