@@ -37,7 +37,7 @@ class Rest:
 
 
 class Cuts:
-    """Finds the last possible cut. `most`: the answer's token limit."""
+    """Finds the last point at which another engine can continue the answer. `most`: the answer's token limit."""
 
     def __init__(self, text: TextRequest, sent: SentAnswer, thoughts: Thoughts) -> None:
         self.most = most_tokens(text)

@@ -28,7 +28,7 @@ class Why(StrEnum):
     TOKENS = "tokens"  # they were not known in time
     OBJECT = "object"  # only the engine has what the request names
     REASONING = "reasoning"  # only token ids go on in it and behind it, and they or its markers are not known
-    TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
+    TOOL_CALL = "tool_call"  # after a call has begun, the text that the model generates for it is not in the stream
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently

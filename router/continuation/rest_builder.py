@@ -50,8 +50,8 @@ class RestBuilder:
         self.text = self.text.of_engines(kind, model_id, self.text.tenant_id)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
-        """What the client lacks. `finished`: only the answer's end. `most_parts`: the next engine gets no more. Raises
-        CannotContinue."""
+        """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:
+        the next engine gets at most this many of the received parts. Raises CannotContinue."""
         sent, text = self._sent, self._sent.text
         can_write = self._chat_events is not None and self._chat_events.can_write
         by_ids = can_write and bool(self.prompt_ids) and not self.is_read
@@ -113,7 +113,8 @@ class RestBuilder:
         return self._sent.ids_of(rest.parts)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
-        """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
+        """The request's body for the rest. `tokens`: the number of the answer's tokens so far. Raises CannotTokenize for a
+        conversation whose chat is not known."""
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
         if rest.by_ids:
             return self.body_of_ids(self.prompt_ids, ids, tokens, rest)

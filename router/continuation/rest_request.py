@@ -1,8 +1,8 @@
 """The request for the rest of an answer: its prompt, and what its client already has.
 
-Forms of vLLM 0.33 and SGLang 0.5.23. Token ids are exact: a prompt of ids goes on with ids, and a chat goes on as a completion
-if its engine gives the ids of prompt and answer. Otherwise a chat's last message is the partial answer
-(`continue_final_message`), and any other prompt is a longer text. No API takes both a text and token ids.
+Request formats are those of vLLM 0.33 and SGLang 0.5.23. Token ids are exact: a prompt of ids is continued with ids, and a chat
+is continued as a completion if its engine gives the ids of prompt and answer. Otherwise a chat's last message is the partial
+answer (`continue_final_message`), and any other prompt is a longer text. No API takes both a text and token ids.
 """
 
 from collections.abc import Mapping, Sequence

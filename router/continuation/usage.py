@@ -38,7 +38,8 @@ class WholeUsage:
             self.completion_tokens = self.before + completion
 
     def learn_reasoning(self) -> None:
-        """Learn how the first engine counts reasoning: its usage, just learned, belongs to a part with reasoning."""
+        """Learn how the first engine counts reasoning tokens. Call this right after `learn`, if the usage came with a part of
+        the reasoning."""
         counted = count(self.details or {}, "reasoning_tokens")
         if self.apart is None and counted:
             self.apart = (self.completion_tokens or 0) - counted

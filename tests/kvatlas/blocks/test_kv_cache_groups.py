@@ -63,7 +63,7 @@ def test_windows_may_have_smaller_blocks_than_full_attention() -> None:
     ],
 )
 def test_of_other_groups_with_smaller_blocks_nothing_is_computed(other: AttentionGroup) -> None:
-    with pytest.raises(InvalidValue, match="beside blocks of 64: resumption points of such a model are unknown"):
+    with pytest.raises(InvalidValue, match="but the block size is 64; models with this layout are not supported"):
         ResumptionRule.of((AttentionGroup(AttentionKind.FULL, 64), other), block_size=64)
 
 
