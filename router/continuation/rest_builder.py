@@ -82,7 +82,8 @@ class RestBuilder:
         return replace(rest, by_ids=True)
 
     def with_markers(self, rest: Rest, markers: Markers, prompt_ids: Sequence[int], ids: Sequence[int]) -> Rest | None:
-        """The rest by these ids, if they agree with what the client has: so the model does mark its reasoning like that."""
+        """The rest by these ids; None if the markers among them disagree with what the client has, since the model then marks
+        its reasoning differently."""
         inside = markers.is_open([*prompt_ids, *ids])
         if rest.parts and inside != self._is_inside(rest):
             return None
@@ -93,8 +94,8 @@ class RestBuilder:
         return replace(rest, by_ids=True, markers=markers, inside=inside, apart=apart, thought=thought)
 
     def trusts(self, rest: Rest, tokens: int) -> bool:
-        """True if this may be the number of the tokens that were read from the answer's text: parsers remove white space
-        behind reasoning."""
+        """True if this number of tokens, counted in the answer's text, may be right: parsers remove white space after
+        reasoning."""
         if rest.lag is None:
             return self._is_inside(rest) or self._thoughts.keeps
         return abs(rest.tokens - tokens) <= rest.lag
@@ -121,7 +122,8 @@ class RestBuilder:
         return body_of_rest(self.text, self.text_of(rest), ids, tokens)
 
     def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
-        """The body by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the answer so far."""
+        """The body with ids that the engine did not give. `ids`, `tokens`: the answer so far, `tokens` as its engines counted
+        it."""
         shown = {} if rest.markers is None else {"skip_special_tokens": False}
         return body_of_ids(self.text, prompt_ids, ids, tokens) | shown
 

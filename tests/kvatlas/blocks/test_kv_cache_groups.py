@@ -94,7 +94,7 @@ def test_rules_of_no_engine_are_refused() -> None:
     mamba = AttentionGroup(AttentionKind.MAMBA, 48)
     with pytest.raises(InvalidValue, match="no group of full attention"):
         ResumptionRule.of((mamba,))
-    with pytest.raises(InvalidValue, match="full_attention group with blocks of 16 tokens beside blocks of 32"):
+    with pytest.raises(InvalidValue, match="full_attention group has blocks of 16 tokens, but the block size is 32"):
         ResumptionRule.of((FULL, mamba), block_size=32)
     with pytest.raises(InvalidValue, match="scheduler block size 16; expected a multiple of 48"):
         ResumptionRule.of((FULL, mamba), alignment_tokens=16)
