@@ -41,7 +41,7 @@ def read_json_or_tokens(source: str, flag: str) -> Any:
 
 
 def _read(source: str, flag: str) -> tuple[str, str]:
-    """(flag and file for errors, text). Raises InvalidValue."""
+    """Returns (flag and file, for error messages; text). Raises InvalidValue."""
     where = f"{flag} {'stdin' if source == STDIN else source}"
     try:
         return where, sys.stdin.read() if source == STDIN else Path(source).read_text()

@@ -67,8 +67,8 @@ class ClientBorders:
         return self.near if caller.sees_decisions is None else caller.sees_decisions
 
     def caller_of_operator(self, scope: Scope) -> Caller:
-        """The caller that asks for a choice, named by its token or its address. A caller with a token may name its tenant in a
-        header. Raises InvalidValue for a bad header, or for one without a token."""
+        """The caller of an operators' request, identified by its token, or else by its address. A caller with a token may name
+        its tenant in a header. Raises InvalidValue for a bad header, or for one without a token."""
         named = [value.decode("utf-8", "replace") for name, value in scope["headers"] if name == OPERATORS_TENANT]
         token = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not (self.operators_prove and token):

@@ -118,8 +118,8 @@ class FleetCache:
         return await self.read_pool(pool_id)
 
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
-        """The pool within READ_SHARE of the deadline, and ''. If that fails, the last-read pool, and the reason. If
-        `call_store` is False, the last-read pool.
+        """The pool, read within READ_SHARE of the deadline, and ''. If that fails, the last-read pool, and the reason. With
+        `call_store` False, the last-read pool.
 
         A pool that was never read is waited for, because nothing can be decided without it; raises Unreachable if that fails.
         """

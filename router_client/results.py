@@ -299,8 +299,8 @@ class Choice(ChoiceData):
         second call changes no booking.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
-        worker's rates are learned from it. `whole`: of the client's request, if this worker generated only the end of its
-        answer, and `usage` counts the rest of it as prompt.
+        worker's rates are learned from it. `whole`: the usage of the client's request, if this worker generated only the
+        end of its answer, so that `usage` counts the rest of it as prompt.
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:

@@ -197,7 +197,8 @@ class FailureDetector:
         return changed
 
     def restore_changed(self, changed: Mapping[str, FleetRecord]) -> None:
-        """Let `take_changed` return records that could not be written again, with their content at that time."""
+        """After a failed write: mark these workers as changed, so that the next `take_changed` returns their then-current
+        records."""
         self._changed.update(worker_id for worker_id in changed if worker_id in self._workers)
 
     def lost_records(self) -> dict[str, FleetRecord]:

@@ -1,7 +1,8 @@
-"""Keeps this replica's membership and leases alive; starts and stops partitions as their leases come and go (thin).
+"""Keeps this replica's membership and leases alive; starts and stops partitions as their leases come and go.
 
-A lease is renewed only while NATS echoes, so a replica that can't read releases its partitions. If the store does not
-answer, partitions are read until the lease has expired by this replica's own clock.
+A lease is renewed only while messages that the replica sends itself through NATS come back, so a replica that can't read
+releases its partitions. If the store does not answer, partitions are read until the lease has expired by this replica's own
+clock.
 """
 
 import logging

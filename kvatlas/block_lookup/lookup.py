@@ -108,6 +108,6 @@ class BlockLookup:
         replies = await ask_publishers(self._client, [worker_id], ControlRequest(op=ControlOp.DROP, block=block))
         reply = replies.get(worker_id)
         if reply is None:
-            raise Unreachable(f"worker {worker_id}: its publisher does not answer; nothing is removed")
+            raise Unreachable(f"worker {worker_id}: its publisher does not answer; nothing was removed")
         if not reply.ok:
-            raise InvalidValue(f"worker {worker_id}: its publisher refuses ({reply.note}); nothing is removed")
+            raise InvalidValue(f"worker {worker_id}: its publisher refused ({reply.note}); nothing was removed")

@@ -151,8 +151,8 @@ class ResumptionRule:
                 or group.block_size != small[0].block_size
             ):
                 raise InvalidValue(
-                    f"{group.kind} group with blocks of {group.block_size} tokens beside blocks of {unit}: resumption points "
-                    "of such a model are unknown"
+                    f"{group.kind} group has blocks of {group.block_size} tokens, but the block size is {unit}; models with "
+                    "this layout are not supported"
                 )
         if aligned < 1 or aligned % common:
             raise InvalidValue(f"scheduler block size {aligned}; expected a multiple of {common}")

@@ -81,7 +81,7 @@ class ShardRuns(NamedTuple):
     """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
     `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
-    `positions`: by holder number, where holders with marks can resume the chain, in blocks from its start.
+    `positions`: for holders with marks, holder number -> index of the block at which the chain can be resumed.
     """
 
     values: Sequence[bytes]

@@ -242,7 +242,7 @@ def _check_event(event: Any, scopes: dict[Any, Any], version: int) -> None:
         if len(event) != (3 if code == END else 2) or type(digest) is not list or len(digest) not in words:
             raise WireError(f"event {code} needs a digest of {' or '.join(map(str, words))} integers")
         if any(type(word) is not int or not 0 <= word <= MAX_SEQ for word in digest):
-            raise WireError(f"event {code} has digest {digest!r:.80}; expected integers of 53 bits")
+            raise WireError(f"event {code} has digest {digest!r:.80}; expected integers from 0 to 2^53-1")
         if code == END and (type(event[CHUNKS]) is not int or not 0 <= event[CHUNKS] <= MAX_SEQ):
             raise WireError(f"snapshot end counts {event[CHUNKS]!r:.40} chunks; expected 0 to {MAX_SEQ}")
     elif code in _OF_MARKS:

@@ -17,8 +17,8 @@ _PROBE_TIMEOUT_S = 1.0
 class NatsProcess(ServerProcess):
     """`nats-server` on loopback.
 
-    `max_file_store_bytes` and `max_memory_store_bytes` limit what its streams may reserve in files and in memory; without
-    limits it takes most of the disk and the memory. `user` and `password` must both be given or neither. `config` is
+    `max_file_store_bytes` and `max_memory_store_bytes` limit what its streams may reserve in files and in memory; NATS'
+    own defaults would reserve most of the disk and the memory. Give both `user` and `password`, or neither. `config` is
     appended to its configuration file (NATS' own syntax), e.g. for users with permissions.
     """
 

@@ -95,7 +95,9 @@ class Identities:
             for worker_id in identity.worker_ids():
                 other = self._user_of.setdefault(worker_id, user)
                 if other != user:
-                    raise InvalidValue(f"worker {worker_id} belongs to {other} and to {user}; expected one of them")
+                    raise InvalidValue(
+                        f"publishers {other} and {user} both claim worker {worker_id}; a worker may belong to only one"
+                    )
         self._addresses = {user: AddressList.parse(one.addresses) for user, one in self.by_user.items()}
 
     @property

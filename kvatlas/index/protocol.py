@@ -223,7 +223,8 @@ class ResidencyIndex(Protocol):
         """Blocks and bytes of active holders by the scopes' text and tier."""
 
     async def usage(self) -> Sequence[ResidentUse]:
-        """`ResidentUse` by the scopes' text and tier, of current and former blocks."""
+        """Byte-seconds per scope and tier since the index began, including blocks removed since. Sorted by the scopes' text,
+        then by tier."""
 
     async def metrics(self) -> IndexMetrics:
         """Sizes by model; see IndexMetrics. Reads the store: some calls per holder."""

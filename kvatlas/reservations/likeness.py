@@ -20,7 +20,7 @@ RING = 1 << 32
 
 
 def likeness_of(record: FleetRecord) -> bytes:
-    """8 bytes; empty for a worker that gets no requests now."""
+    """A worker's likeness, 8 bytes; empty for a worker that gets no requests now."""
     if not record.routable:
         return b""
     endpoint = record.endpoint

@@ -41,8 +41,8 @@ class TooManyAlike(LookupImpossible):
 class Reuse(NamedTuple):
     """How many of the tokens that a worker holds its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
 
-    `most_tokens` at most; `lost_tokens` of a hit are lost, before it is limited if `loses_first`; `share` of the rest counts,
-    cut to a multiple of `unit_tokens`.
+    At most `most_tokens`. `lost_tokens` of a hit are lost: before that limit if `loses_first`, otherwise after it. `share` of
+    the rest is used, cut to a multiple of `unit_tokens`.
     """
 
     most_tokens: int
@@ -78,8 +78,8 @@ class LookupChain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is looked up. `chains` and `reuse` are by number of the ask's row of look-alikes; a row without a chain is of
-    workers that hold no block of the prompt.
+    """What is looked up. `chains` and `reuse` have one entry for each of the ask's rows of look-alikes; workers of a row
+    without a chain hold no block of the prompt.
 
     Several rows may have one likeness: the first is for all its workers but the `odd` ones, which have the row of that number.
     Marks are not read: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which

@@ -69,7 +69,7 @@ class RedisReservations:
 
     @property
     def look_up(self) -> bool:
-        """Only if all that a call reads is in one server, and what workers hold in one place."""
+        """True if all that a call reads is on one server, and the index has one shard."""
         return self._index is not None and not self._store.is_cluster and len(self._index.shard_keys) == 1
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:

@@ -77,7 +77,9 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
     stream, or whose engines fetch by hashes. Raises InvalidValue for a publisher with another user's name."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
-            raise InvalidValue(f"publisher {taken}: that is another user's name; expected a different one")
+            raise InvalidValue(
+                f"publisher {taken}: this name is reserved for kvatlas' own NATS user; choose another one"
+            )
     api = "$JS.API"
     streams = [f"{api}.STREAM.{call}.{name}" for name in (STREAM, DEAD_STREAM) for call in ("INFO", "CREATE")]
     consumers = [f"{api}.CONSUMER.{call}.{STREAM}.>" for call in ("CREATE", "DELETE", "MSG.NEXT")]

@@ -161,7 +161,7 @@ def _judge_diagnoses(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
 
 
 def _judge_versions(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Publishers of other versions. Versions work together, but it helps to know which behaves how, and whether an upgrade is
+    """Publishers of other versions. They work together; the finding shows where behavior may differ, and whether an upgrade is
     complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():

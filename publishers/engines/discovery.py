@@ -146,7 +146,8 @@ def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """The offer in vLLM's answers. `listed`: `/kv_event_sources`; None for versions that do not list their event sources."""
+    """What a vLLM engine offers, from its HTTP answers. `listed`: the answer of `/kv_event_sources`; None for versions that do
+    not list their event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
     is_listed = isinstance(listed, Mapping | list)
     sources: list[EventSource] = []

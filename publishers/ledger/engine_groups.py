@@ -151,7 +151,7 @@ class EngineGroups:
         return ReuseOfGroups(rule, bits, "", eagle, count, aligned)
 
     def _rule(self, told: list[tuple[int, ToldGroup]], block_size: int, eagle: bool) -> ResumptionRule:
-        """The groups' rule. Raises InvalidValue if a group's kind or the sizes are not supported."""
+        """The resumption rule of these groups. Raises InvalidValue if a group's kind or the sizes are not supported."""
         settings = self.settings
         groups = []
         for index, group in told:

@@ -183,8 +183,8 @@ class Ledger:
     def fold(self, batch: EngineBatch) -> list[IndexEvent]:
         """Fold one batch. Returns the net change of published blocks, in the order in which it must be published.
 
-        The result does not count if the batch revealed facts about the engine's groups that change which blocks are published
-        or marked: see `take_regrouped`.
+        The result must be discarded if the batch revealed facts about the engine's groups that change which blocks are
+        published or marked: see `take_regrouped`.
         """
         self.lineage.forget_unused_scopes()  # earlier changes are published by now
         events: list[IndexEvent] = [Cleared()] if self._learn(batch) else []

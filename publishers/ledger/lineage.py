@@ -201,7 +201,7 @@ class Lineage:
         return Block(stretch)
 
     def block(self, name: EngineHash) -> Block | None:
-        """A hash's block (a shared hash's first one), taken out of its stretch; None if unknown."""
+        """Take the block with this hash (the first one, if several share it) out of its stretch. None if unknown."""
         stretch = self.known.get(name)
         if stretch is None:
             return None

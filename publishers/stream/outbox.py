@@ -103,7 +103,7 @@ class Outbox:
 
     @property
     def unsent(self) -> bool:
-        """True if a message was not sent in this round yet."""
+        """True if a message has not been sent yet in this round."""
         return len(self._kept) > self._sent
 
     @property

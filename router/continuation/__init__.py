@@ -1,13 +1,13 @@
 """Continues a streamed answer on another worker after its engine died. Pure: no I/O.
 
-reasons.py          which answers can go on, and why others can't
+reasons.py          which answers can be continued, and why others can't
 chunk.py            one event of a stream, as far as a continuation needs it
 edits.py            changes in an event's bytes that leave all others as they are
 thoughts.py         reasoning and content as one text
-events.py           streams of named events, which go on as chats:
+events.py           streams of named events, which are continued as chats:
 messages.py         Anthropic's messages
 responses.py        OpenAI's responses
-chat_events.py      chats, which go on as completions if their token ids are known
+chat_events.py      chats, which are continued as completions if their token ids are known
 generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer

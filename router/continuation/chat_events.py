@@ -13,7 +13,7 @@ class ChatEvents:
 
     @property
     def can_write(self) -> bool:
-        """True once it knows the form."""
+        """True once an event with text or reasoning was read."""
         return bool(self._part or self._thought)
 
     def learn(self, raw: bytes, chunk: Chunk) -> None:
@@ -26,7 +26,7 @@ class ChatEvents:
             self._part = raw
 
     def part(self, raw: bytes, chunk: Chunk, reasoning: str, text: str) -> bytes:
-        """The event for a completion's, with these parts of the reasoning and of the text."""
+        """The chat's event made from a completion's, with these parts of the reasoning and of the text."""
         if self._part and not reasoning:
             event = edits.with_text(self._part, text)
         else:

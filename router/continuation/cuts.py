@@ -14,7 +14,7 @@ class Rest:
 
     `parts`, `tokens`: how much of the answer it gets. It repeats what the client has beyond that. `lag`: the text of up to this
     many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a conversation continues as a
-    completion of token ids. `is_known`: those ids begin with the prompt's.
+    completion of token ids. `is_known`: it is known whether the next engine's prompt begins with the client's.
 
     `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
     the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.
@@ -37,7 +37,7 @@ class Rest:
 
 
 class Cuts:
-    """Finds the last possible cut. `most`: the answer's token limit."""
+    """Finds the last point at which another engine can continue the answer. `most`: the answer's token limit."""
 
     def __init__(self, text: TextRequest, sent: SentAnswer, thoughts: Thoughts) -> None:
         self.most = most_tokens(text)
@@ -53,7 +53,8 @@ class Cuts:
         return self.most is not None and tokens >= self.most
 
     def find(self, text: str, *, by_ids: bool, finished: bool, most_parts: int | None) -> tuple[int, int]:
-        """The number of parts before the cut, and of their letters. `text`: what the client has. `most_parts`: the limit."""
+        """The number of parts before the cut, and of their letters. `text`: what the client has. `most_parts`: limit of the
+        parts."""
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = self._sent.letters, len(self._sent.parts)
         last = kept if most_parts is None else most_parts
@@ -69,14 +70,14 @@ class Cuts:
         last = self._sent.end_of(kept)
         if self.is_at_limit(last.tokens):
             return False
-        if not last.text:  # a token of a letter that is not complete, or one held back
+        if not last.text:  # a token with only a part of a letter, or one whose text is held back
             return False
         if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
         if self._thoughts.reasoned and not self._thoughts.keeps and END not in text[:at]:
             behind = text[at : at + 1]
             if not behind or behind.isspace() or behind == END:
-                return False  # white space behind it may be missing
+                return False  # white space after it may be missing
         return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:

@@ -73,7 +73,7 @@ def without_prompt_ids(raw: bytes) -> bytes:
 
 
 def with_offsets(raw: bytes, letters: int) -> bytes:
-    """The event's tokens, this many letters later in the text."""
+    """The event with the text offsets of its tokens moved by this many letters."""
 
     def move(found: re.Match[bytes]) -> bytes:
         moved = re.sub(rb"\d+", lambda one: b"%d" % (int(one[0]) + letters), found[2])
@@ -88,7 +88,7 @@ def with_text(raw: bytes, text: str) -> bytes:
 
 
 def with_delta(raw: bytes, delta: Mapping[str, str]) -> bytes:
-    """The chat's event with another delta."""
+    """A chat's event with another delta."""
     text = json.dumps(delta, separators=(",", ":"), ensure_ascii=raw.isascii())
     return _DELTA.sub(lambda found: found[1] + text.encode(), raw, count=1)
 

@@ -1,5 +1,5 @@
-"""Streams of named events, whose rest is asked for as a chat or a completion: what is read from them, and written in their
-form."""
+"""Streams of named events. The rest of such an answer is requested as a chat or a completion, and written as events of the
+same form."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from kvatlas_router.continuation.chunk import Chunk
 
 
 class EventForm(Protocol):
-    """One API's events. `end`: the event behind the usage."""
+    """One API's events. `end`: the event after the usage."""
 
     end: bytes
 
     def read(self, event: Event, raw: bytes) -> Chunk | None:
-        """Read an event of the first engine. None: it says nothing."""
+        """Read an event of the first engine. None if it has nothing of the answer."""
 
     def is_end(self, event: Event) -> bool:
         """True for the last event."""
@@ -25,10 +25,10 @@ class EventForm(Protocol):
         """Read how the rest ended."""
 
     def part(self, reasoning: str, text: str, *, last: bool) -> bytes:
-        """The events for a part of both, and for its end."""
+        """The events for this reasoning and text. `last`: followed by those that end the item."""
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
-        """The event with the reason and the usage."""
+        """The event with the finish reason and the usage."""
 
 
 def read_object(event: Event) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class GenerateEvents:
         )
 
     def resume(self, ids: "array[int]", text: str) -> None:
-        """From now on, events belong to another engine's answer, behind these ids and this text."""
+        """From now on, events belong to another engine's answer, which follows these ids and this text."""
         meta = self._data.get("meta_info", {})
         written = len(self._ids)
         for name in _OF_TOKENS:
@@ -86,8 +86,8 @@ class GenerateEvents:
         self._seen = self._seen_text = 0
 
     def write(self, raw: bytes, usage: Mapping[str, Any], *, repeats: bool) -> bytes:
-        """The event that was read last, as the first engine's. `usage`: of the whole answer. `repeats`: the client has its part
-        of the answer."""
+        """The event that was read last, as the first engine's. `usage`: of the whole answer. `repeats`: the client
+        already has the text of this event."""
         decoded = self._data
         meta = {**decoded["meta_info"], **{name: usage[name] for name in usage if name in decoded["meta_info"]}}
         meta["id"] = self._id

@@ -1,5 +1,6 @@
 """Streams of Anthropic's Messages API. Neither vLLM 0.33 nor SGLang 0.5.23 takes a partial last message there, but both make a
-chat of each request, and chats go on: so the rest is asked for as that chat, and its events become those of a message."""
+chat of each request, and chats can be continued: so the rest is requested as that chat, and its events become those of a
+message."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which answers can go on after their engine died, and why others can't."""
+"""Which answers can be continued after their engine died, and why others can't."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 
 class ContinueMode(StrEnum):
-    """Whose streams go on. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
+    """Whose streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
 
     OFF = "off"
     DETERMINISTIC = "deterministic"
@@ -25,10 +25,10 @@ class Why(StrEnum):
     AUDIO = "audio"
     PENALTIES = "penalties"  # engines count only what they generated themselves
     TEMPLATE = "template"  # the client's own template or form
-    TOKENS = "tokens"  # they were not known in time
+    TOKENS = "tokens"  # token ids were not known in time
     OBJECT = "object"  # only the engine has what the request names
-    REASONING = "reasoning"  # only token ids go on in it and behind it, and they or its markers are not known
-    TOOL_CALL = "tool_call"  # the text behind a begun call is not in the stream
+    REASONING = "reasoning"  # only token ids can continue it and what follows, and they or its markers are unknown
+    TOOL_CALL = "tool_call"  # after a call has begun, the text that the model generates for it is not in the stream
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently
@@ -41,7 +41,7 @@ class CannotContinue(KvatlasError):
     """The answer can't continue at another worker."""
 
     def __init__(self, why: Why | None) -> None:
-        """`why` None: that is switched off."""
+        """`why` None: continuing is switched off."""
         super().__init__(
             f"it can't continue at another worker (reason: {why.value if why is not None else 'switched off'})"
         )
@@ -75,7 +75,7 @@ _FREE = ("auto", "none")
 
 
 def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
-    """Why this request's stream can't go on elsewhere, as far as its body says; None if it can."""
+    """Why this request's stream can't be continued elsewhere, as far as its body says; None if it can."""
     body = {**text.body, **text.sampling}
     deterministic = is_deterministic(text)
     if mode is ContinueMode.DETERMINISTIC and not deterministic:
@@ -101,7 +101,7 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
 
 
 def is_deterministic(text: TextRequest) -> bool:
-    """True if the request asks for an answer that is always the same: greedy, or by a seed."""
+    """True if the request asks for an answer that is always the same: greedy, or with a seed."""
     sampling = text.sampling
     temperature, seed = sampling.get("temperature"), sampling.get("seed", sampling.get("sampling_seed"))
     greedy = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature == 0

@@ -1,5 +1,5 @@
-"""Streams of OpenAI's Responses API, whose rest is asked for as a chat, too. Events have numbers, items and parts; the last one
-has the whole response.
+"""Streams of OpenAI's Responses API. The rest of an answer is requested as a chat here, too. Events have numbers, items and
+parts; the last one has the whole response.
 
 Forms of vLLM 0.33 and SGLang 0.5.23, which name an event's fields in the order of the alphabet.
 """

@@ -50,8 +50,8 @@ class RestBuilder:
         self.text = self.text.of_engines(kind, model_id, self.text.tenant_id)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
-        """What the client lacks. `finished`: only the answer's end. `most_parts`: the next engine gets no more. Raises
-        CannotContinue."""
+        """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:
+        the next engine gets at most this many of the received parts. Raises CannotContinue."""
         sent, text = self._sent, self._sent.text
         can_write = self._chat_events is not None and self._chat_events.can_write
         by_ids = can_write and bool(self.prompt_ids) and not self.is_read
@@ -82,7 +82,8 @@ class RestBuilder:
         return replace(rest, by_ids=True)
 
     def with_markers(self, rest: Rest, markers: Markers, prompt_ids: Sequence[int], ids: Sequence[int]) -> Rest | None:
-        """The rest by these ids, if they agree with what the client has: so the model does mark its reasoning like that."""
+        """The rest by these ids; None if the markers among them disagree with what the client has, since the model then marks
+        its reasoning differently."""
         inside = markers.is_open([*prompt_ids, *ids])
         if rest.parts and inside != self._is_inside(rest):
             return None
@@ -93,8 +94,8 @@ class RestBuilder:
         return replace(rest, by_ids=True, markers=markers, inside=inside, apart=apart, thought=thought)
 
     def trusts(self, rest: Rest, tokens: int) -> bool:
-        """True if this may be the number of the tokens that were read from the answer's text: parsers remove white space
-        behind reasoning."""
+        """True if this number of tokens, counted in the answer's text, may be right: parsers remove white space after
+        reasoning."""
         if rest.lag is None:
             return self._is_inside(rest) or self._thoughts.keeps
         return abs(rest.tokens - tokens) <= rest.lag
@@ -113,14 +114,16 @@ class RestBuilder:
         return self._sent.ids_of(rest.parts)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
-        """The body that asks for the rest; `tokens`: of the answer so far. Raises CannotTokenize if it can't be known."""
+        """The request's body for the rest. `tokens`: the number of the answer's tokens so far. Raises CannotTokenize for a
+        conversation whose chat is not known."""
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
         if rest.by_ids:
             return self.body_of_ids(self.prompt_ids, ids, tokens, rest)
         return body_of_rest(self.text, self.text_of(rest), ids, tokens)
 
     def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
-        """The body by ids, if the engine gave none. `tokens`: as its engines counted `ids`, which are of the answer so far."""
+        """The body with ids that the engine did not give. `ids`, `tokens`: the answer so far, `tokens` as its engines counted
+        it."""
         shown = {} if rest.markers is None else {"skip_special_tokens": False}
         return body_of_ids(self.text, prompt_ids, ids, tokens) | shown
 

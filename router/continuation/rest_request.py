@@ -1,8 +1,8 @@
 """The request for the rest of an answer: its prompt, and what its client already has.
 
-Forms of vLLM 0.33 and SGLang 0.5.23. Token ids are exact: a prompt of ids goes on with ids, and a chat goes on as a completion
-if its engine gives the ids of prompt and answer. Otherwise a chat's last message is the partial answer
-(`continue_final_message`), and any other prompt is a longer text. No API takes both a text and token ids.
+Request formats are those of vLLM 0.33 and SGLang 0.5.23. Token ids are exact: a prompt of ids is continued with ids, and a chat
+is continued as a completion if its engine gives the ids of prompt and answer. Otherwise a chat's last message is the partial
+answer (`continue_final_message`), and any other prompt is a longer text. No API takes both a text and token ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_GENERATE_TOKENS = 128
 """Of SGLang's `/generate` without `max_new_tokens`."""
 MOST_PROMPT_IDS = 1 << 15
-"""Engines return the prompt's ids too, in one event. Longer chats go on as text; answers to longer prompts of ids are repeated
-from their beginning."""
+"""Engines return the prompt's ids too, in one event. Longer chats are continued as text; answers to longer prompts of ids are
+repeated from their beginning."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 _LEAST = ("min_tokens", "min_new_tokens")
 _DEFAULTS = {
@@ -62,8 +62,8 @@ def most_tokens(text: TextRequest) -> int | None:
 
 
 def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> Mapping[str, Any]:
-    """Fields with which a stream of this kind of engine counts its tokens in each event, and gives their ids if it goes on with
-    ids. `prompt_tokens`: of the prompt, or a guess."""
+    """Fields that make this kind of engine count a stream's tokens in each event, and give their ids if the answer can be
+    continued with ids. `prompt_tokens`: the prompt's length, or a guess."""
     options = text.body.get("stream_options")
     if text.api not in (Api.CHAT, Api.COMPLETIONS, Api.TOKENS):
         return {}  # these APIs have no such option, or always count
@@ -78,8 +78,8 @@ def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> 
 
 
 def _may_give_ids(text: TextRequest, kind: EngineKind) -> bool:
-    """True for a chat that may go on as a completion of token ids: nothing but its text is read from its tokens, and all of its
-    prompt is tokens. SGLang refuses streams of chats with ids."""
+    """True for a chat that may be continued as a completion of token ids: nothing but its text is read from its tokens, and
+    all of its prompt is tokens. SGLang refuses streams of chats with ids."""
     if text.api is not Api.CHAT or kind is not EngineKind.VLLM or text.media_items:
         return False
     return not (text.body.get("tools") or text.body.get("logprobs") or stops_of(text))
@@ -98,7 +98,7 @@ def stops_of(text: TextRequest) -> tuple[str, ...]:
 
 
 def begun_stop(sent: str, stops: Sequence[str]) -> int:
-    """Letters at the end that may begin a stop string."""
+    """Number of letters at the end that may begin a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     return next(
         (n for n in range(min(longest, len(sent)), 0, -1) if any(stop.startswith(sent[-n:]) for stop in stops)), 0
@@ -106,7 +106,7 @@ def begun_stop(sent: str, stops: Sequence[str]) -> int:
 
 
 def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body of a completion that asks for the rest of a conversation. `ids`: of the answer so far."""
+    """The body of a completion that asks for the rest of a conversation. `ids`, `tokens`: the answer so far."""
     text = _as_chat(text)
     body = {name: value for name, value in text.body.items() if name not in _OF_CHATS}
     most = most_tokens(text)
@@ -148,7 +148,7 @@ def _as_chat(text: TextRequest) -> TextRequest:
 
 
 def _shorter(text: TextRequest, tokens: int) -> dict[str, Any]:
-    """The limits of the answer's length, without these tokens."""
+    """The limits of the answer's length, reduced by these tokens."""
     sampling = text.sampling
     fields: dict[str, Any] = {
         name: max(1, value - tokens) for name in _LIMITS if type(value := sampling.get(name)) is int

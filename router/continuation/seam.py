@@ -23,7 +23,7 @@ from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
-"""A longer answer is not kept, and can't go on."""
+"""A longer answer is not kept, and can't be continued."""
 MOST_WITHHELD_BYTES = 1 << 16
 DONE = b"data: [DONE]\n\n"
 _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
@@ -300,7 +300,7 @@ class Seam:
 
     @property
     def missing_end(self) -> bytes | None:
-        """The last event that the client lacks, if it has all of the answer; empty if it has that too. None: it lacks more."""
+        """The final event, if the client lacks nothing else; empty if it has that too. None: it lacks more."""
         if self.ended:
             return b""
         counts = self._has_usage or not self.builder.text.wants_usage or self._generate is not None
@@ -310,7 +310,7 @@ class Seam:
         return None
 
     def rest(self, most_parts: int | None = None) -> Rest:
-        """What the client lacks, once its engine is gone. `most_parts`: the next engine gets no more. Raises CannotContinue."""
+        """What the client lacks, once its engine is gone. `most_parts`: see `RestBuilder.find`. Raises CannotContinue."""
         if self.why is not None:
             raise CannotContinue(self.why)
         return self.builder.find(finished=self._finished, most_parts=most_parts)

@@ -49,7 +49,7 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
 
 class Thoughts:
     """Joins the parts of the first engine, and those of later ones, which are not parsed. `reasoned`: it has reasoning;
-    `thinks`: the client has nothing behind it yet. `keeps`: engines send white space at the end of a part at once; parsers
+    `thinks`: the client has nothing after it yet. `keeps`: engines send white space at the end of a part at once; parsers
     that remove it from the end of the reasoning send it with the next part."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Thoughts:
         self._between = self._fresh = False
 
     def join(self, reasoning: str, content: str) -> str:
-        """Add a part of the first engine's answer. Raises CannotContinue for reasoning behind content."""
+        """Add a part of the first engine's answer. Raises CannotContinue for reasoning after content."""
         if reasoning:
             if self.reasoned and not self.thinks:
                 raise CannotContinue(Why.REASONING)
@@ -79,7 +79,7 @@ class Thoughts:
         self._between, self._fresh = False, fresh and not inside
 
     def follow(self, reasoning: str, content: str) -> str:
-        """A part of another engine that parses the reasoning itself. Raises CannotContinue for reasoning behind its end."""
+        """A part of another engine that parses the reasoning itself. Raises CannotContinue for reasoning after its end."""
         if reasoning and not self.inside:
             raise CannotContinue(Why.DIVERGED)
         if not (content and self.inside):
@@ -88,8 +88,8 @@ class Thoughts:
         return reasoning + END + content
 
     def read(self, text: str, *, last: bool) -> str:
-        """A part of it as joined text. It is empty as long as it may belong to a marker or to what parsers remove. Raises
-        CannotContinue if it has no markers."""
+        """A later engine's part as joined text. It is empty as long as it may belong to a marker or to what parsers remove.
+        Raises CannotContinue if it has no markers."""
         if self.markers is None:
             return text
         text, self._held, thought = self._held + text, "", ""
@@ -97,7 +97,7 @@ class Thoughts:
             self._fresh = False
             self.inside = text.startswith(self.markers.start)
             if not self.inside:
-                raise CannotContinue(Why.REASONING)  # its parser does not need what begins it
+                raise CannotContinue(Why.REASONING)  # the parser of such a model needs no start marker
             text = text.removeprefix(self.markers.start)
         if self.inside:
             thought, found, text = text.partition(self.markers.end)

@@ -12,7 +12,7 @@ class WholeUsage:
     """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
     `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
     the answer's tokens in the prompt of the last engine. `apart`: tokens before the end of the reasoning that the first engine
-    does not count as its own; None: it counts none."""
+    does not count as reasoning; None: it counts no reasoning."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -38,13 +38,14 @@ class WholeUsage:
             self.completion_tokens = self.before + completion
 
     def learn_reasoning(self) -> None:
-        """Learn how the first engine counts reasoning: its usage, just learned, belongs to a part with reasoning."""
+        """Learn how the first engine counts reasoning tokens. Call this right after `learn`, if the usage came with a part of
+        the reasoning."""
         counted = count(self.details or {}, "reasoning_tokens")
         if self.apart is None and counted:
             self.apart = (self.completion_tokens or 0) - counted
 
     def count_reasoning(self, behind: int) -> None:
-        """Count all tokens so far as reasoning but the last `behind`."""
+        """Count all tokens so far, except the last `behind`, as reasoning."""
         if self.apart is not None:
             counted = (self.completion_tokens or 0) - behind - self.apart
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
@@ -86,6 +87,6 @@ class WholeUsage:
 
 
 def count(usage: Mapping[str, Any], name: str) -> int | None:
-    """A number of tokens; None if it is none."""
+    """A field with a number of tokens; None if it has no such number."""
     value = usage.get(name)
     return value if type(value) is int and value >= 0 else None

@@ -87,7 +87,10 @@ class ObjectHolders:
                 await self._fleet.put_objects(new)
         except STORE_FAILURES as error:
             _log.warning(
-                "other routers don't know yet that worker %s has %s: %s", worker_id, next(iter(new)), reason(error)
+                "could not record in the store that worker %s keeps %s, so other routers may not find it: %s",
+                worker_id,
+                next(iter(new)),
+                reason(error),
             )
 
     async def _holder(self, id: str, tenant_id: str | None) -> str:

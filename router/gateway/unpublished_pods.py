@@ -1,4 +1,5 @@
-"""Chooses among pods without a publisher, by the beginning of the request and by this process's own requests to each pod."""
+"""Chooses among pods without a publisher, by the first bytes of the request's body and by how many requests this process
+has running on each pod."""
 
 import math
 from collections import Counter

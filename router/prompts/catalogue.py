@@ -320,7 +320,9 @@ class Catalogue:
             if self._read_at is None:
                 raise
             _log.warning(
-                "could not read the fleet (%s); using the last %d known workers", error, len(self._last.records)
+                "could not read the fleet (%s); using the %d workers known from earlier reads",
+                error,
+                len(self._last.records),
             )
         self._read_at = began
 

@@ -25,8 +25,8 @@ class RouteBodyReader:
         self._catalogue = catalogue
 
     async def read(self, body: dict[str, Any], caller: Caller) -> tuple[RequestPrompt, TextRequest | None]:
-        """The prompt in the scope of the caller's tenant, and the request if it is one of OpenAI's. Raises InvalidValue,
-        UnknownModel and Unreachable."""
+        """The prompt in the scope of the caller's tenant, and the parsed request if the body has `messages` or `prompt`
+        (OpenAI's form), otherwise None. Raises InvalidValue, UnknownModel and Unreachable."""
         claimed = body.pop("tenant_id", None)
         if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
             raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")

@@ -93,7 +93,7 @@ async def _end_of_text(body: bytes, start: int) -> int:
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)
         if quote < 0 and at + SLICE_BYTES >= len(body):
-            raise UnreadableBody("the body is not a JSON object: it ends in a text")
+            raise UnreadableBody("the body is not a JSON object: it ends inside a string")
         if quote < 0 or step % SLICE_STEPS == 0:
             await asyncio.sleep(0)
         if quote >= 0 and _backslashes_before(body, start, quote) % 2 == 0:

@@ -102,7 +102,7 @@ def _hash(name: str, value: object) -> int:
         except ValueError:
             value = None
     if not isinstance(value, int) or isinstance(value, bool) or not MIN_HASH <= value <= MAX_HASH:
-        raise InvalidValue(f"{name} has {value!r:.80}; expected 64-bit whole numbers")
+        raise InvalidValue(f"{name} contains {value!r:.80}; expected 64-bit integers")
     return value & MAX_HASH
 
 

@@ -122,7 +122,9 @@ def _chat_fields(chat: TextRequest) -> Mapping[str, Any]:
     if body.get("truncate_prompt_tokens") is not None:
         raise CannotTokenize(Why.UNSUPPORTED, "truncate_prompt_tokens: /tokenize does not know it")
     if body.get("tools") and body.get("tool_choice") == "none":
-        raise CannotTokenize(Why.UNSUPPORTED, "tool_choice none: the engine's settings say if its tools are rendered")
+        raise CannotTokenize(
+            Why.UNSUPPORTED, "tool_choice none: whether the tools are rendered depends on the engine's settings"
+        )
     if (field := rendered_by_model(chat)) is not None:
         raise CannotTokenize(Why.UNSUPPORTED, f"{field}: /tokenize renders this model without it")
     fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}

@@ -50,7 +50,9 @@ def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if not (tools := _listed(body.get("tools"))):
         return None
     if body.get("tool_choice") == "none":
-        raise CannotTokenize(Why.UNSUPPORTED, "tool_choice none: the engine's settings say if its tools are rendered")
+        raise CannotTokenize(
+            Why.UNSUPPORTED, "tool_choice none: whether the tools are rendered depends on the engine's settings"
+        )
     return [_vllm_tool(tool) for tool in tools]
 
 

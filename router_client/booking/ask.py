@@ -28,8 +28,8 @@ def build_ask(
     ring: int = 0,
     lookup: Lookup | None = None,
 ) -> Ask:
-    """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: by block size, as far as
-    hashed; more is hashed as needed; nothing is predicted for workers of other sizes. `usual_block_size`: the pool's, for
+    """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: block size -> chain, as far
+    as hashed; more is hashed as needed; nothing is predicted for workers of other sizes. `usual_block_size`: the pool's, for
     workers that have announced no block yet. The other arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.

@@ -101,7 +101,7 @@ class Decider:
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
-        """By worker, the tokens that `rank` would predict beyond the lookup. Raises what the store raises."""
+        """Worker -> tokens that `rank` would predict beyond the lookup. Raises what the store raises."""
         case = Case(prompt, self._policy.narrow(pool, prompt), lookup)
         quotes = shortlist(self._policy.quote(case))
         if not quotes:
@@ -254,7 +254,7 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: of several tries one counts."""
+        """The case with what the pool's workers hold. `counts`: only one of several tries is counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:

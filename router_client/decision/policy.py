@@ -74,7 +74,7 @@ class RoutingPolicy:
         )
 
     def quote_lookup(self, prompt: Prompt, pool: Pool) -> LookupQuotes | None:
-        """Quotes for a pool whose workers' blocks the store looks up when it chooses; None if that is not possible."""
+        """Quotes for a choice in which the store itself looks up what each worker holds; None if that is not possible."""
         home = self._session_worker(prompt, pool)
         return quote_lookup(prompt, pool, self._seed, home=home, session_us=self._settings.session_us)
 

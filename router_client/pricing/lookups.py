@@ -28,7 +28,7 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class LookupQuotes:
-    """`kinds`: by number of the kind, what its workers share. `rows`: the likeness of each row of look-alikes, and its quote;
+    """`kinds`: number of the kind -> what its workers share. `rows`: the likeness of each row of look-alikes, and its quote;
     its candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
@@ -120,7 +120,7 @@ def quote_lookup(
 
 
 def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
-    """By number of the kind, what workers of each kind share."""
+    """Number of the kind -> what its workers share."""
     examples = {example.kind: example for _, example in pool.kind_rows.rows}
     return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
 

@@ -120,7 +120,7 @@ _tiers = cache(tiers_of)  # at most 256 flags bytes, read for each worker of eac
 class PromptLookup:
     """The part of a prompt that each of a pool's workers holds; workers that hold nothing are absent.
 
-    `fingerprint` identifies the prompt's start, equally on every router. `chains`: by block size, as far as hashed.
+    `fingerprint` identifies the prompt's start, equally on every router. `chains`: block size -> chain, as far as hashed.
     `source`: see `Overlap`.
     """
 

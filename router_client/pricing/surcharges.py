@@ -7,8 +7,8 @@ are never negative, and zero for the favoured worker, whose cost stays the expec
   (rendezvous hashing): if a worker leaves, only its own sessions move. All other workers cost `session_us` more.
 - **softening**: with temperature T a worker is chosen with a probability proportional to exp(-cost / (T x scale)), where
   scale is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T x scale x G, G
-  with a Gumbel distribution) from a hash of seed, prompt and worker. The draw is a summand of each worker's cost, so the
-  booking stays one call, and the same prompt draws the same on every router.
+  with a Gumbel distribution) from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking
+  still takes one call, and the same prompt draws the same on every router.
 """
 
 from collections.abc import Iterable, Sequence

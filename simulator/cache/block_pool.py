@@ -22,7 +22,7 @@ class PoolSettings:
             raise InvalidValue(f"initial_blocks is {self.initial_blocks}; expected at least 0")
 
     def initial(self, num_blocks: int) -> int:
-        """Number of a cache's blocks reserved at the start."""
+        """Number of blocks that a cache of `num_blocks` reserves at its start."""
         return num_blocks if self.initial_blocks is None else min(self.initial_blocks, num_blocks)
 
 
@@ -133,7 +133,8 @@ class BlockPool:
         return 1 - longest / len(self._free)
 
     def compact(self) -> dict[int, int]:
-        """Give the blocks in use the lowest ids, so that the free ones are adjacent. Returns new ids by old ones."""
+        """Give the blocks in use the lowest ids, so that the free ones are adjacent. Returns {old id: new id} of the moved
+        blocks."""
         free = set(self._free)
         used = len(self._blocks) - len(free)
         holes = sorted(block_id for block_id in free if block_id < used)

@@ -131,7 +131,9 @@ class MemoryIndex(DirectWrites):
 
     async def children(self, scope: Scope, prefix_hash: int | None) -> Sequence[Residency]:
         if not self._side_index:
-            raise NotSupported("children of a prefix: this memory index has no side index")
+            raise NotSupported(
+                "can't list the children of a prefix: this memory index was created without a side index"
+            )
         self._prefix_scans += 1
         parent = prefix_hash.to_bytes(HASH_BYTES, "little") if prefix_hash is not None else b""
         found = [

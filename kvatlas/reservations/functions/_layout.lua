@@ -93,7 +93,7 @@ local function unpack_rows(packed, most)
   return rows
 end
 
--- Returns a HASH, flat. Raises that it is damaged if it has more fields than its functions ever write.
+-- Returns a HASH as a flat list. Raises that it is damaged if it has more than `most` fields, which no function writes.
 local function read_whole(key, most)
   if redis.call('HLEN', key) > most then
     damaged('a list with too many entries')

@@ -2,8 +2,7 @@
 -- store has no memory left for blocks.
 --
 -- A record that was damaged by hand must not make a function fail forever: if one finds damage, or a key of another
--- type, the
--- pool is repaired and the function runs once more.
+-- type, the pool is repaired and the function runs once more.
 
 -- Returns the damage that an error reports; nil if the error is about something else.
 local function damage_of(error)

@@ -31,7 +31,8 @@ local function use_predictions(keys, worker, held_steps, matches, now)
   end
 end
 
--- Predicts that the worker will hold the steps of a chain from number `first` on, unless too many predictions begin there.
+-- Records the prediction that the worker will hold the chain's steps from number `first` on, unless too many predictions
+-- begin there.
 local function predict(keys, id, worker, record, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
   local anchor = string.sub(hashes, 1, HASH_BYTES)

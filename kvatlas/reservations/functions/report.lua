@@ -11,8 +11,7 @@ end
 
 -- Keeps counting the newest bookings of a range instead of the sample, because their prompts are not computed yet: as
 -- many as are waiting, and one more if any request is running. Takes these requests out of the sample. Returns the us
--- up to
--- which bookings are in it.
+-- up to which bookings are in it.
 local function keep_uncomputed(record, members, reservations, covered, waiting)
   local most, kept = waiting + math.min(1, record[RUNNING]), 0
   if record[QUEUED] > 0 and waiting == 0 then

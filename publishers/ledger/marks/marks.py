@@ -15,8 +15,8 @@ A block's state depends on the blocks before it, so every stretch of a ledger wi
 there. From its end on it asks its connector, for which all groups need theirs in the connector's tiers (vLLM 0.33:
 `Scheduler.schedule`, `get_num_new_matched_tokens`). So each group has a run in the device tier and one in the others. A block
 in the others counts only if it is **reachable**: all blocks since the last mark in the device tier, or since the root, are
-held there too. Runs may begin at that mark, because the connector is asked only for what follows it. With dropped blocks the
-root alone counts.
+held there too. Runs may begin at that mark, because the connector is asked only for what follows it. With dropped blocks,
+they may begin only at the root.
 """
 
 from collections.abc import Iterable, Mapping

@@ -107,7 +107,8 @@ class RadixIndex:
             )
         if not (keyspace.block_size and 0 < count <= MOST_BLOCKS):
             raise InvalidValue(
-                f"{count} hashes of {keyspace.block_size} tokens; expected 1 to {MOST_BLOCKS}, and a size"
+                f"{count} hashes of blocks of {keyspace.block_size} tokens; expected 1 to {MOST_BLOCKS} hashes and a block "
+                "size above 0"
             )
         hashes = await asyncio.to_thread(chain_of_local_hashes, list(query.content_hashes))
         question = Question(

@@ -246,7 +246,7 @@ def read_hashes(fields: Sequence[bytes]) -> list[int]:
     else:
         packed = b"".join(fields)
         if len(packed) % HASH_BYTES:
-            raise InvalidValue("hashes: expected 64-bit whole numbers, packed or as text")
+            raise InvalidValue("hashes: expected 64-bit integers, packed or as text")
         numbers = unpack_hashes(packed)
     check_length("hashes", len(numbers), MAX_HASHES)
     if not numbers:

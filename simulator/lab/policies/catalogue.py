@@ -36,9 +36,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index. With `own_index` they go to
-    the policy instead, by the engines' own hashes, whose seeds are equal only then, and if `equal_seeds`. `atlas`: the
-    settings of a kvatlas policy."""
+    """`meaning`: one line for reports. `uses_events`: the engines' events go into the index. `own_index`: they go to the
+    policy instead, with the engines' own hashes. `equal_seeds`: all engines use one hash seed; applies only with `own_index`.
+    `atlas`: the settings of a kvatlas policy."""
 
     meaning: str
     make: Callable[[Fleet], Policy]

@@ -63,7 +63,7 @@ def test_windows_may_have_smaller_blocks_than_full_attention() -> None:
     ],
 )
 def test_of_other_groups_with_smaller_blocks_nothing_is_computed(other: AttentionGroup) -> None:
-    with pytest.raises(InvalidValue, match="beside blocks of 64: resumption points of such a model are unknown"):
+    with pytest.raises(InvalidValue, match="but the block size is 64; models with this layout are not supported"):
         ResumptionRule.of((AttentionGroup(AttentionKind.FULL, 64), other), block_size=64)
 
 
@@ -94,7 +94,7 @@ def test_rules_of_no_engine_are_refused() -> None:
     mamba = AttentionGroup(AttentionKind.MAMBA, 48)
     with pytest.raises(InvalidValue, match="no group of full attention"):
         ResumptionRule.of((mamba,))
-    with pytest.raises(InvalidValue, match="full_attention group with blocks of 16 tokens beside blocks of 32"):
+    with pytest.raises(InvalidValue, match="full_attention group has blocks of 16 tokens, but the block size is 32"):
         ResumptionRule.of((FULL, mamba), block_size=32)
     with pytest.raises(InvalidValue, match="scheduler block size 16; expected a multiple of 48"):
         ResumptionRule.of((FULL, mamba), alignment_tokens=16)

@@ -196,10 +196,16 @@ def test_a_publisher_of_all_workers_may_not_speak_for_another_publishers() -> No
         ('[publishers.a]\nworkers = ["a.b"]\n', "worker id 'a.b'; expected 1 to 64 characters from A-Z a-z 0-9 _ -"),
         ('[publishers.a]\nworkers = ["w"]\nhosts = []\n', "publishers.a.hosts is []; there is no such field"),
         ('[publishers.a]\nworkers = ["w"]\naddresses = ["a b"]\n', "address 'a b'; expected a network"),
-        ('[publishers.a]\nworkers = ["w"]\n[publishers.b]\nworkers = ["w"]\n', "worker w belongs to a and to b"),
+        (
+            '[publishers.a]\nworkers = ["w"]\n[publishers.b]\nworkers = ["w"]\n',
+            "publishers a and b both claim worker w",
+        ),
         ('[publishers.a]\nworkers = ["w{9..1}"]\n', "the range is empty"),
         ('[publishers.a]\nworkers = ["w{0..999999}"]\n', "more than 4096 workers"),
-        ('[publishers.indexer]\nworkers = ["w"]\n', "publisher indexer: that is another user's name"),
+        (
+            '[publishers.indexer]\nworkers = ["w"]\n',
+            "publisher indexer: this name is reserved for kvatlas' own NATS user",
+        ),
         ("publishers = 1", "publishers is missing"),
         ("[", "fleet.toml"),
     ],

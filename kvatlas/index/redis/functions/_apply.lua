@@ -11,11 +11,11 @@ local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
 
--- With few samples only very long values count, because each is copied several times.
+-- With few samples, only very long values are considered, because each is copied several times.
 local LONG, FEW_SAMPLES = 2048, 2
 
--- Returns the cost of a block of each scope, estimated from some of the values (0: the scope has few blocks), and the
--- cost of all blocks of the call.
+-- Returns the cost per block of each scope, estimated from sampled values (0: not estimated), and the total cost of the
+-- call.
 local function weigh(keys, used)
   local weights, cost = {}, 0
   for i = 1, #used do

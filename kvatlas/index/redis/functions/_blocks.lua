@@ -181,7 +181,7 @@ local function sizes_of(touched)
   return sizes
 end
 
--- Returns the bytes of a block in a place: scope id and tier (a byte).
+-- Returns the size in bytes of a block; `place`: the scope's id followed by the tier's byte.
 local function bytes_in(sizes, place)
   return sizes[place] or sizes[string.sub(place, 1, 8)] or 0
 end

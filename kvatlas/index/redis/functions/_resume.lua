@@ -292,7 +292,8 @@ end
 -- Positions are at most `limit`. They and `below` are counted from the prompt's start.
 --
 -- packed: the hashes from index `first` on, which is a multiple of SEGMENT
--- names, belows: the holders, and for each the index below which its marks count: at most the end of what it holds
+-- names, belows: the holders, and for each the index below which its marks are considered, at most the number of blocks
+--   that it holds
 local function resume(marked, key, packed, first, limit, names, belows)
   local search = begin_search(marked, key, packed, first, limit, names, belows)
   if search.n > 0 then

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's selection as a policy: its `SelectionService`, on the engines' events, with its defaults.
+"""Runs NVIDIA Dynamo's `SelectionService`, with its defaults, as a policy fed with the engines' events.
 
 Its package can't be installed beside kvatlas (it requires an older pydantic), so it runs in a separate Python. It gets
 events as vLLM publishes them, over ZMQ; for hybrids only those of full attention, which is all that it indexes. Delivery
@@ -7,7 +7,8 @@ choice waits until the service holds the marks. Then it sees all events so far.
 
 Its guide requires engines with equal hash seeds (PYTHONHASHSEED), so they are equal here.
 
-One difference remains: among equal workers the service takes any, so two runs with one seed may differ a little.
+One difference remains: the service breaks ties between equal workers arbitrarily, so two runs with one seed may differ a
+little.
 """
 
 import json
