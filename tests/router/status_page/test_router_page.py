@@ -29,14 +29,17 @@ async def probe(client: httpx.AsyncClient, prompt: str, kind: str, **fields: str
 
 
 async def test_the_page_shows_the_fleet_and_the_decisions_of_the_last_minutes(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, {"w1": {}}) as fleet, running_proxy(valkey_url, learn=False) as client:
+    async with (
+        running_fleet(store, {"w1": {}}) as fleet,
+        running_proxy(valkey_url, learn=False, tokenizer_deadline_ms=20_000) as client,
+    ):
         await fleet.holds("w1", [7] * 32)
         before = texts((await client.get("/")).text)
         assert "no decision in the last 5 minutes" in before and "1 of 1" in before
         assert re.search(r"w1 \| up \| mock-model \| 8 hbm \| 0 \| 0 \| 0%", before)
     async with (
         running_fleet(store, {"w1": {"num_gpu_blocks": 256}}),
-        running_proxy(valkey_url, learn=False) as client,
+        running_proxy(valkey_url, learn=False, tokenizer_deadline_ms=20_000) as client,
     ):
         for _ in range(3):
             asked = {"model": MODEL, "prompt": TEXT, "max_tokens": 2}
@@ -49,7 +52,10 @@ async def test_the_page_shows_the_fleet_and_the_decisions_of_the_last_minutes(st
 
 
 async def test_a_probe_says_who_holds_it_what_it_would_cost_and_who_would_get_it(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, {"w1": {}, "w2": {}}) as fleet, running_proxy(valkey_url, learn=False) as client:
+    async with (
+        running_fleet(store, {"w1": {}, "w2": {}}) as fleet,
+        running_proxy(valkey_url, learn=False, tokenizer_deadline_ms=20_000) as client,
+    ):
         await fleet.holds("w2", list(TEXT.encode()))
         as_text = await probe(client, TEXT, "text")
         assert "w2 would be chosen: 252 prompt tokens cached" in as_text
@@ -68,7 +74,10 @@ async def test_a_probe_says_who_holds_it_what_it_would_cost_and_who_would_get_it
 
 
 async def test_a_probe_sees_another_tenant_only_if_it_asks_for_it(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, {"w1": {}}) as fleet, running_proxy(valkey_url, learn=False) as client:
+    async with (
+        running_fleet(store, {"w1": {}}) as fleet,
+        running_proxy(valkey_url, learn=False, tokenizer_deadline_ms=20_000) as client,
+    ):
         await fleet.holds("w1", list(TEXT.encode()), Scope(MODEL, MODEL, tenant_id="acme"))
         assert "acme" not in (await client.get("/")).text
         assert "w1 | 0 of 64 | 0" in await probe(client, TEXT, "text")
@@ -101,7 +110,7 @@ async def test_a_probe_tells_both_workers_of_a_pair(store: Store, valkey_url: st
             one = record(worker_id, fleet.urls[worker_id], queued_prefill_tokens=queued)
             endpoint = one.endpoint.model_copy(update={"role": role, "kind": EngineKind.SGLANG})
             await FleetStore(store).write({worker_id: one.model_copy(update={"endpoint": endpoint})})
-        async with running_proxy(valkey_url, learn=False) as client:
+        async with running_proxy(valkey_url, learn=False, tokenizer_deadline_ms=20_000) as client:
             page = await probe(client, " ".join(["7"] * 4_000), "tokens")
             assert "p for the prompt and d for the answer would be chosen" in page
             assert "as the prefill worker" in page and "as the decode worker" in page
