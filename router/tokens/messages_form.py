@@ -141,13 +141,13 @@ def _tool(tool: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), dict):
         raise _unknown(f"a tool of type {tool.get('type')!r:.40}")  # one of Anthropic's own
     description = tool.get("description")
-    function = {
-        "name": tool.get("name"),
-        "description": (description or "") if sglang else description,
-        "parameters": tool["input_schema"],
-        **{name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None},
-    }
-    return {"type": "function", "function": function}
+    said = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    function = {"name": tool.get("name"), "description": description, "parameters": tool["input_schema"]}
+    if not sglang:
+        return {"type": "function", "function": function | said}
+    # SGLang sets these fields in any case, and shows the template all that are set
+    function |= {"description": description or "", "strict": False} | said
+    return {"type": "function", "function": function, "defer_loading": said.get("defer_loading")}
 
 
 def _effort(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def chat_of_responses(body: Mapping[str, Any], kind: EngineKind) -> dict[str, An
     asked = body["input"]
     for item in [{"role": "user", "content": asked}] if isinstance(asked, str) else asked:
         _add(messages, item, sglang=sglang)
-    chat: dict[str, Any] = {"messages": messages, **_tools(body)}
+    chat: dict[str, Any] = {"messages": messages, **_tools(body, sglang=sglang)}
     if isinstance(asked, list) and isinstance(asked[-1], dict) and asked[-1].get("status") in _UNFINISHED:
         if sglang or asked[-1].get("type", "message") != "message":
             raise _unknown("an item that is not complete")
@@ -114,14 +114,18 @@ def _first_text(content: Any) -> str:
     return str(first["text"])
 
 
-def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
+def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     tools = []
     if not isinstance(asked := body.get("tools") or [], list):
         raise _unknown("tools that are no list")
     for tool in asked:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise _unknown("a tool that is no function")  # one that the engine brings
-        tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
+        function = {name: tool[name] for name in tool if name != "type"}
+        if sglang:  # it sets these fields in any case, and shows the template all that are set
+            function = {name: tool.get(name) for name in ("name", "description", "parameters")}
+            function["strict"] = tool.get("strict", False)
+        tools.append({"type": "function", "function": function})
     if not tools:
         return {}
     choice = body.get("tool_choice", "auto")

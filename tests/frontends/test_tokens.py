@@ -43,3 +43,16 @@ def test_every_api_is_predicted_exactly(router: httpx.Client, model: str, api: s
     if api not in apis(model):
         pytest.skip(f"the engine of {model} has no such API")
     check_prediction(router, *apis(model)[api])
+
+
+@pytest.mark.parametrize("described", [{}, {"description": "Today's weather", "strict": True}], ids=["least", "most"])
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_tools_of_other_apis_are_predicted_exactly(
+    router: httpx.Client, model: str, api: str, described: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"name": "weather", "input_schema": schema}
+    if api == "responses":
+        tool = {"type": "function", "name": "weather", "parameters": schema}
+    path, body = apis(model)[api]
+    check_prediction(router, path, {**body, "tools": [{**tool, **described}]})

@@ -90,6 +90,8 @@ def test_thoughts_tools_and_effort_are_what_the_engine_gives_to_its_template() -
     function = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
     assert chat["tools"] == [{"type": "function", "function": function}]
     assert (chat["tool_choice"], chat["reasoning_effort"]) == ("required", "xhigh")
+    shown = {"type": "function", "function": {**function, "strict": False}, "defer_loading": None}
+    assert messages(SGLANG, tools=[tool])["tools"] == [shown]
     assert messages(SGLANG, output_config={"effort": "xhigh"})["reasoning_effort"] == "max"
     named = messages(tools=[tool], tool_choice={"type": "tool", "name": "read"})["tool_choice"]
     assert named == {"type": "function", "function": {"name": "read"}}
