@@ -123,6 +123,8 @@ def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
             raise _unknown("a tool that is no function")  # one that the engine brings
         function = {name: tool[name] for name in tool if name != "type"}
         if sglang:  # it sets these fields in any case, and shows the template all that are set
+            if tool.get("description") is None:
+                raise _unknown("a tool without a description")
             function = {name: tool.get(name) for name in ("name", "description", "parameters")}
             function["strict"] = tool.get("strict", False)
         tools.append({"type": "function", "function": function})

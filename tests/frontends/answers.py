@@ -70,9 +70,10 @@ def decision(answer: httpx.Response) -> tuple[int, int]:
 
 
 def _count(one: dict[str, Any]) -> int | None:
-    """Anthropic's `input_tokens` are without those that were cached."""
+    """Anthropic's `input_tokens` are without those that were cached, or are cached now."""
     counted = one.get("prompt_tokens", one.get("input_tokens"))
-    return None if counted is None else counted + (one.get("cache_read_input_tokens") or 0)
+    others = sum(one.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
+    return None if counted is None else counted + others
 
 
 def _documents(text: str, lines: list[str] | None = None) -> Iterator[Any]:
