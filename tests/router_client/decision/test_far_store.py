@@ -57,9 +57,12 @@ async def test_a_choice_waits_for_the_index_alone_while_the_store_is_far() -> No
             line.delay_s = ONE_WAY_S
             await until(lambda: chosen(far=True), what="a choice with the index of a far store")
             said = router.condition.read()
-            assert said.store_us >= 2 * ONE_WAY_S * 1e6 and said.choices > said.without_index
+            assert said.choices > said.without_index
+            # what a busy event loop adds is taken off, in some measurements too much of it
+            far_us = 1.8 * ONE_WAY_S * 1e6
+            await until(lambda: router.condition.read().store_us >= far_us, what="both ways of the line count")
             line.heal()
-            await until(lambda: router.condition.read().store_us < 2 * ONE_WAY_S * 1e6, what="the store is nearer")
+            await until(lambda: router.condition.read().store_us < far_us, what="the store is nearer")
 
 
 async def test_with_an_index_of_its_own_a_router_waits_for_nothing_and_books_behind_the_answer() -> None:
