@@ -179,13 +179,14 @@ class FleetProbe:
         raise KvatlasError(f"the index still has blocks {SETTLE_S:g} s after the engines' caches were cleared")
 
     async def settled_blocks(self) -> int:
-        """Blocks in the index, once their number no longer changes."""
+        """Blocks in the index, once there are some and their number no longer changes."""
         index = await open_redis_index(self.store, writer=False)
-        before = -1
-        while (now := await index.length()) != before:
-            before = now
-            await anyio.sleep(0.2)
-        return now
+        before = 0
+        with anyio.move_on_after(SETTLE_S):
+            while (now := await index.length()) != before or not now:
+                before = now
+                await anyio.sleep(0.2)
+        return before
 
     async def event_lag(self) -> tuple[list[float], list[int]]:
         """The histogram of the event lag over all indexers: bucket bounds in ms, and counts."""
