@@ -203,6 +203,11 @@ class TextRequest:
         return n if isinstance(n, int) and n > 1 else 1
 
     @property
+    def all_choices(self) -> int:
+        """The number of answers that it asks for."""
+        return self.choices * self.prompts
+
+    @property
     def prompt(self) -> str | Sequence[int]:
         """The first prompt of a request that is not a conversation: text or token ids."""
         name, prompt = self.named_prompt
