@@ -69,7 +69,7 @@ class LookupQuotes:
 
 
 class _MemberQuotes(Sequence[Quote]):
-    """Each made when it is read: a router reads one of those that the store returned."""
+    """Quotes that are built when they are read, because a router reads only one of those that the store returned."""
 
     def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
         self._quotes = quotes
