@@ -92,7 +92,7 @@ def quote_lookup(
     prompt: Prompt, pool: Pool, seed: bytes, *, home: str | None = None, session_us: float = 0.0
 ) -> LookupQuotes | None:
     """Quotes for a large pool; None if something about it or the prompt can only be priced here (`why_not_looked_up`). `home`:
-    the worker of the prompt's session, which the others cost `session_us` more than."""
+    the worker of the prompt's session; all others cost `session_us` more."""
     if why_not_looked_up(prompt, pool):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)
