@@ -38,8 +38,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None
-    before the first; `at_end`: no message is known to be missing."""
+    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None before
+    the first; `at_end`: no message is known to be missing."""
 
     partition: int
     pending: int

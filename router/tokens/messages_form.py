@@ -168,7 +168,7 @@ def _effort(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
 
 def _blocks(content: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise _unknown("content that is no list of objects")
+        raise _unknown("content that is not a list of objects")
     return content
 
 

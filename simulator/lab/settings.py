@@ -68,7 +68,7 @@ class ReplaySettings(ProcessSettings):
     slo_ttft_ms: float = Field(
         default=2_000.0, gt=0, description="A good request has its first token within this time."
     )
-    slo_tpot_ms: float = Field(default=100.0, gt=0, description="And this mean time for each further one.")
+    slo_tpot_ms: float = Field(default=100.0, gt=0, description="And at most this mean time for each later token.")
     prefill_us_per_token: float = Field(
         default=_RATES.prefill_us_per_token, ge=0, description="Microseconds to compute a prompt token."
     )

@@ -202,7 +202,7 @@ class IndexFile:
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                raise DamagedFile(self.path, f"it is no index file, or damaged ({error})") from error
+                raise DamagedFile(self.path, f"it is not an index file, or is damaged ({error})") from error
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error
