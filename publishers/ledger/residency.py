@@ -58,8 +58,8 @@ class Residency:
         self._counters = counters
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
-        """Hashes whose block is known only from an offloaded event's tokens. It is another block if the engine has keys for
-        it."""
+        """Hashes whose block is known only from an offloaded event's tokens. If the engine uses keys, it may be another
+        block."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}

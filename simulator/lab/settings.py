@@ -80,7 +80,7 @@ class ReplaySettings(ProcessSettings):
         description="File with rates that replaces these costs, written by `kvatlas calibrate`; default: none.",
     )
     requests: Positive | None = Field(default=None, description="Replay only the first requests; default: all.")
-    jobs: Positive = Field(default=os.cpu_count() or 1, description="Replays at the same time.")
+    jobs: Positive = Field(default=os.cpu_count() or 1, description="Replays to run in parallel.")
     curve: bool = Field(
         default=False, description="Print, instead of policies, the hit rate of one cache for all requests by its size."
     )

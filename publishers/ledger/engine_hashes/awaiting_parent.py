@@ -36,7 +36,7 @@ class AwaitingParent:
         return (event for events in self._by_parent.values() for event in events)
 
     def keep(self, event: EngineStored) -> None:
-        """Keep an event with an unknown parent, from its first step that no kept event has.
+        """Keep an event with an unknown parent, without the leading steps that it shares with events already kept.
 
         Raises InvalidValue for token ids beyond 32 bits.
         """
