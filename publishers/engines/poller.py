@@ -149,7 +149,7 @@ class EnginePoller:
             await self._ask_server_info(client)
         if status == 200:
             self._record_metrics(page.decode(errors="replace"))
-        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
+        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none that we can use
             self._counters.load_failures += 1
         # vLLM may have reloaded an adapter from another path
         if self._context.kind is EngineKind.VLLM or not self._models_listed:

@@ -120,7 +120,7 @@ def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
         raise _unknown("tools that are not a list")
     for tool in asked:
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _unknown("a tool that is not a function")  # one that the engine brings
+            raise _unknown("a tool that is not a function")  # a tool that is built into the engine
         function = {name: tool[name] for name in tool if name != "type"}
         if sglang:  # it sets these fields in any case, and shows the template all that are set
             if tool.get("description") is None:
