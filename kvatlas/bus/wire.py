@@ -162,7 +162,7 @@ def decode(payload: bytes) -> Message:
 
 
 def from_raw(raw: RawMessage) -> Message:
-    """A checked raw message as values. Raises WireError for a scope entry that is not one."""
+    """A checked raw message as values. Raises WireError for a malformed scope entry."""
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
     uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
     return Message(worker_id, incarnation, seq, [_decode_event(event) for event in events], uses, ts_us)
