@@ -32,7 +32,7 @@ MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Consecutive unanswered polls before a busy engine counts as down. Two are enough if it refuses connections."""
 FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
-"""Consecutive unanswered polls before its address is suspected: later than the feed notices that the process is gone."""
+"""Consecutive unanswered polls before its address is suspected. By then the feed has noticed if the process is gone."""
 _HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
 _ADDRESS_CURE = "see the engine's log; if it runs, set --engine-url to its HTTP address"
 

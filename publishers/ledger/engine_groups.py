@@ -46,7 +46,7 @@ class ReuseOfGroups:
 
 
 class EngineGroups:
-    """See the module. `told`: the reported groups, by index."""
+    """See the module docstring. `told`: the reported groups, by index."""
 
     def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings

@@ -283,7 +283,7 @@ class Residency:
             self.sparse.store(event, holding, counting=True)
 
     def remove(self, event: EngineRemoved) -> None:
-        """Remove one copy of each hash, or all copies if the event is the last one's."""
+        """Remove one copy of each hash, or all copies if the event reports the removal of the last one."""
         hashes, counters = event.hashes, self._counters
         holding = self._by_group.get((event.tier, event.group))
         if event.last and holding is not None:
@@ -409,7 +409,7 @@ class Residency:
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
-        """Let a newly known hash's block be held wherever the hash is held."""
+        """Count a newly known hash's block as held wherever the hash is held."""
         if self.sparse:
             self.sparse.enter(name, block)
         flags = 0

@@ -24,7 +24,7 @@ LOOK_AGAIN_S = 0.1
 LOOK_S = 1.0
 """Limit on the duration of that read."""
 MOST_TENANTS = 1_024
-"""Limit of what is remembered by tenant; clients may name any."""
+"""Number of tenants for which something is remembered; clients may name any."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -66,7 +66,7 @@ class Catalogue:
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
-        """The records and the version of the lists from which the next three follow."""
+        """The records, and the version of the lists, from which the next three are derived."""
         self._served: dict[tuple[str | None, str | None], ServedModel] = {}
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
         self._asked: dict[tuple[Scope, str | None], Sequence[str]] = {}

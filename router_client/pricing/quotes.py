@@ -27,8 +27,8 @@ from router_client.prompt import Prompt
 
 
 class Surcharge(NamedTuple):
-    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: what it
-    costs that not all that is to be fetched arrives."""
+    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: the expected
+    cost of fetched blocks that don't arrive."""
 
     kind: TermKind
     us: int

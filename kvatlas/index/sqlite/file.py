@@ -103,8 +103,8 @@ class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or makes it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or it
-        can't be opened), and LayoutMismatch."""
+        """Opens the file, or creates it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or
+        it can't be opened), and LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
         """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
