@@ -53,6 +53,8 @@ from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
+END_S = 5.0
+"""An engine that has sent the final event may take so long to end its answer: until then its connection can be kept."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
 """vLLM's calls that read a priority."""
 
@@ -175,7 +177,8 @@ class AnswerRelay:
             return OpenedAnswer(answer)
         hides = self._hides_usage(request, continued)
         goes_on = continued.seam is not None
-        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
+        choices = 1 if request.text is None else request.text.all_choices
+        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on, choices=choices)
         async for chunk in answer:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
@@ -267,11 +270,16 @@ class AnswerRelay:
     ) -> Usage | None:
         rest = b""
         try:
-            async for chunk in answer:
-                await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+            async with asyncio.timeout(END_S if stream.done else None) as ending:
+                async for chunk in answer:
+                    await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+                    if stream.done and ending.when() is None:
+                        ending.reschedule(asyncio.get_running_loop().time() + END_S)
             rest = stream.end()
+        except TimeoutError:
+            pass  # nothing follows the final event
         except EngineLost:
-            if seam is None or seam.missing_end is None:
+            if not (stream.done if seam is None else seam.missing_end is not None):
                 raise
         if seam is not None:
             rest = seam.end(rest)

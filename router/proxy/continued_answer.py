@@ -129,7 +129,7 @@ class ContinuedAnswer:
             raise CannotContinue(Why.SAME_TOKEN)
         rest = seam.rest()
         try:
-            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope)
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
             self._next, found = await self._ask_for(seam, rest)
