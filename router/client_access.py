@@ -46,7 +46,7 @@ class ClientBorders:
 
     def guard(self, application: ASGIApp) -> ASGIApp:
         """The application behind a gate at which clients prove their tenants; without proofs the application itself."""
-        return application if self.entrance is None else TenantGate(application, self.entrance, self.counters)
+        return application if self.entrance is None else TenantGate(application, self.entrance)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
         """Status for operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only
