@@ -76,11 +76,14 @@ class EventStream:
         whole: bool = False,
         counts: bool = False,
         choices: int = 1,
+        ends_at_error: bool = False,
     ) -> None:
         """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
-        without a choice the last one. `choices`: how many the request asks for, over all its prompts."""
+        without a choice the last one. `choices`: how many the request asks for, over all its prompts.
+        `ends_at_error`: nothing behind the error of an answer that has begun passes."""
         self._counts = counts
         self._choices = choices
+        self._ends_at_error = ends_at_error
         self.usage: Usage | None = None
         self.error: EngineError | None = None
         self.response_id: str | None = None
@@ -108,6 +111,8 @@ class EventStream:
         """The bytes to send to the client now; may be empty."""
         if self.events and self.begun and self.error is None and self._passes_plainly(piece):
             return piece
+        if self._is_cut_off:
+            return b""
         at = 0
         if self._parser.ended_in_cr and not self._parser.in_event and piece.startswith(b"\n"):
             at = 1
@@ -117,6 +122,8 @@ class EventStream:
             self._pending.append(piece[at : event.end])
             at = event.end
             self._end_event(event)
+            if self._is_cut_off:
+                return self._take()
         if at < len(piece):
             self._pending.append(piece[at:])
             self._pending_bytes += len(piece) - at
@@ -152,6 +159,8 @@ class EventStream:
 
     def end(self) -> bytes:
         """The remaining bytes at the end of the stream: held events, and a last event without its empty line."""
+        if self._is_cut_off:
+            return b""
         if (event := self._parser.end()) is not None:
             self._end_event(event)
         if self._hold and self.error is not None and not self.begun:
@@ -163,10 +172,19 @@ class EventStream:
         return self._take()
 
     @property
+    def is_over(self) -> bool:
+        """True if nothing that matters follows: the final event or an error arrived."""
+        return self.done or self.error is not None
+
+    @property
     def finished(self) -> bool:
         """True if the answer is whole: not every server sends the final event, but before it each choice ends, and then comes
         the usage."""
         return self.done or self._has_last_usage or len(self._ended) >= self._choices
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._ends_at_error and self.error is not None and self.begun
 
     def _take(self) -> bytes:
         taken = self._out[0] if len(self._out) == 1 else b"".join(self._out)
