@@ -254,7 +254,7 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: only one of several tries is counted."""
+        """The case with what the pool's workers hold. `counts`: only one of several attempts is counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:
