@@ -134,6 +134,7 @@ INGEST = Dashboard(
         Panel("Outboxes", [Query("sum by (state) (kvatlas_publisher_outbox_messages)", "{{state}}")]),
         Panel("Failed sends", [Query(rate("kvatlas_publisher_send_failures_total", "reason"), "{{reason}}")]),
         Panel("Blocks not publishable", [Query(rate("kvatlas_ledger_skipped_total", "reason"), "{{reason}}")]),
+        Panel("Scrub", [Query(rate("kvatlas_indexer_scrub_workers_total", "found"), "{{found}}")]),
     ],
 )
 ROUTING = Dashboard(

@@ -211,6 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._hidden_framing:
             return
         super().on_message_complete()
+        self.flow.resume_reading()  # a long body pauses it; only while it is on is the client's departure noticed
         self._in_head, self._has_begun = True, False
         self.cycle.more_body = False  # also of a request that was answered before its end
         if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle

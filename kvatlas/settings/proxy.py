@@ -177,7 +177,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
     )
     request_hints: bool = Field(
         default=False,
-        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. "
+        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Wait-Ms, -Allow and -Deny of requests. "
         "Trusted: a gateway must set or remove them.",
     )
     drain_s: float = Field(

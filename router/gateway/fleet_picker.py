@@ -352,14 +352,16 @@ class FleetPicker:
         return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
-        """The scope of a random candidate's model. Raises NoWorkers."""
+        """The scope of the model of a random candidate that may see the tenant's prompts. Raises NoWorkers."""
+        tenant_id = tenant_id or self._parts.catalogue.tenant_id
         ids = self._addresses.endpoints if workers is None else workers
-        routable = [self._records[worker_id].endpoint for worker_id in ids if self._records[worker_id].routable]
+        records = [self._records[worker_id] for worker_id in ids]
+        routable = [one.endpoint for one in records if one.routable and one.may_see(tenant_id)]
         if not routable:
             raise NoWorkers(f"none of {len(ids)} workers can take requests now")
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
-        return Scope(model_id, tokenizer_id, None, tenant_id or self._parts.catalogue.tenant_id)
+        return Scope(model_id, tokenizer_id, None, tenant_id)
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

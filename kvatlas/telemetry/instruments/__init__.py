@@ -82,7 +82,7 @@ NOT_EXPORTED: dict[str, set[str]] = {
     "engine": {"state"},
     "ledger": {"cleared_events", "withdrawn", "restored", "judged_removals"},
     "indexer": {"messages_read", "readings_started", "readings_broken", "new_streams", "fleet_writes"}
-    | {"partitions_taken", "partitions_given", "leases_lost", "sweeps", "scopes_forgotten"},
+    | {"partitions_taken", "partitions_given", "leases_lost", "sweeps", "scopes_forgotten", "scrubs", "scrub_strays"},
     "replica": {"retired_holders"},
     "index_work": {"puts", "removes", "prefix_scans"},
     "index_replica": {"loads", "resumed", "losses", "saves", "save_failures", "verified", "messages_read"}
