@@ -136,7 +136,6 @@ class Exchange:
         """Wait until no request runs."""
         while self._running:
             await asyncio.wait(self._running)
-            await asyncio.sleep(0)
 
     def cut(self) -> int:
         """End all running requests, each with an error for its client. Returns their number."""
