@@ -21,8 +21,8 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True if it has failed often enough to be spared. A call that `may_call` then allows is only a trial, for which
-        nothing should wait."""
+        """True if it has failed so often that calls are suspended. A call that `may_call` then allows is only a trial, for
+        which nothing should wait."""
         return self._failed >= self._failures
 
     def may_call(self) -> bool:

@@ -71,7 +71,7 @@ class Admission:
 
     @property
     def pool_waiting(self) -> int:
-        """The same for all routers of the pools in which some wait here."""
+        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
         return self._queue.pool_waiting()
 
     async def close(self) -> None:
@@ -128,8 +128,8 @@ class Admission:
         priority: int | None = None,
         weight: float = 1.0,
     ) -> Booked:
-        """`book` for another try of an admitted request, or the rest of its answer. It does not wait again, but its tenant is
-        charged for it while others wait. See `admit`."""
+        """Like `book`, for another try of an admitted request, or for the rest of its answer. The request does not wait again,
+        but its tenant is charged for it while others wait. See `admit`."""
         if self._queue.settings.requests:
             waiting = replace(self._waiting(prompt, header, tenant_id, priority, weight), may_wait=False)
             prompt = replace(prompt, waiting=waiting)

@@ -7,7 +7,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 
 
 class ContinueMode(StrEnum):
-    """Whose streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
+    """Which requests' streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
 
     OFF = "off"
     DETERMINISTIC = "deterministic"

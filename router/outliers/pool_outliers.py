@@ -229,8 +229,8 @@ class PoolOutliers:
         return changes
 
     def put_back(self, changes: Collection[OutlierChange], now: float) -> None:
-        """Take back changes that the store did not confirm, to share them again. If it had taken them, some answers count
-        twice, which does no harm."""
+        """Take back changes that the store did not confirm, to share them again. If the store did apply them, some answers
+        count twice, which does no harm."""
         for change in changes:
             worker = self._worker(change.worker_id, now)
             worker.own.good, worker.own.bad = worker.own.good + change.good, worker.own.bad + change.bad

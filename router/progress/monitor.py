@@ -73,7 +73,7 @@ class ProgressMonitor:
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
         self._stalled: dict[str, _Engine] = {}
-        """Those that were reported: each request asks for them, whatever the number of engines."""
+        """Workers reported as stalled. Kept separately, because each request asks for them, however many engines there are."""
         self._times: dict[str, ExpectedTimes] = {}
         self._records: Mapping[str, FleetRecord] = {}
         self._read_at = float("-inf")

@@ -41,10 +41,10 @@ from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call, read_type
 from kvatlas_router.proxy.exchange import Exchange
-from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders, plain_json_type
-from kvatlas_router.proxy.json_body import UnreadableBody, read_object
+from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
+from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
@@ -242,7 +242,7 @@ class _ForEngines:
             await send_error(send, path, ErrorKind.NO_PATH, line)
             return
         try:
-            kind = _read_type(scope["headers"])
+            kind = read_type(scope["headers"])
             body = await _read_body(receive)
             caller = caller_of(scope)
             call = await read_call(scope["method"], path, query, kind, body, of_tenant=caller.is_proven)
@@ -260,20 +260,6 @@ class _ForEngines:
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
         await self._exchange.run(asked)
-
-
-def _read_type(headers: RawHeaders) -> str:
-    """The body's type. Raises UnreadableBody unless engines can read its encoding, and agree on its type."""
-    types = []
-    for name, value in headers:
-        if name == b"content-type":
-            types.append(value)
-        elif name in (b"content-encoding", b"x-body-compressed") and value.strip().lower() not in (b"", b"identity"):
-            said = value.decode("latin-1")
-            raise UnreadableBody(f"{name.decode()} is {said[:80]!r}; remove it: engines read no compressed bodies")
-    if len(types) > 1:
-        raise UnreadableBody("content-type is given more than once; expected one")
-    return types[0].decode("latin-1") if types else ""
 
 
 async def _read_body(receive: Receive) -> bytes:

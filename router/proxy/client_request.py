@@ -218,7 +218,8 @@ class ClientRequest:
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
-            await self.permit.take_tokens(prompt.input_tokens + output * self._answers)
+            answers = 1 if self.text is None else self.text.all_choices
+            await self.permit.take_tokens(prompt.input_tokens + output * answers)
 
     def count_usage(self, usage: Usage | None) -> None:
         """Count the usage that the engine reports, instead of the expected one."""
@@ -229,10 +230,6 @@ class ClientRequest:
         """Count the parts of the answer that the client was sent, a token or more each."""
         if self.permit is not None:
             self.permit.note_sent(self.prompt_tokens + parts)
-
-    @property
-    def _answers(self) -> int:
-        return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)
 
     def header(self, name: bytes) -> str | None:
         """A header's value, by its name in lower case; None if absent or empty."""

@@ -29,6 +29,9 @@ from router_client.decision.request_hints import RequestHintHeaders
 _log = logging.getLogger("kvatlas_router.proxy")
 
 _METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+AGAIN_S = 5.0
+"""A cancelled request that still runs after this time is cancelled again: what it waits for may have swallowed the
+cancellation (see `kvatlas.runtime.background_task`), or its clean-up takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Exchange:
             except asyncio.CancelledError:
                 if not (self._cutting or request.gone):
                     raise
-                is_cut = not request.gone
+                is_cut = not (request.gone or request.complete)
             finally:
                 del self._running[answering]
                 self._record_end(request)
@@ -113,7 +116,13 @@ class Exchange:
         if not request.complete:
             request.gone = True
             self._counters.gone += 1
+            self._cancel(answering)
+
+    def _cancel(self, answering: "asyncio.Task[Any]") -> None:
+        """Cancel a request until it has ended."""
+        if answering in self._running:
             answering.cancel()
+            answering.get_loop().call_later(AGAIN_S, self._cancel, answering)
 
     def _record_end(self, request: ClientRequest) -> None:
         sent = request.for_engine
@@ -133,7 +142,7 @@ class Exchange:
         """End all running requests, each with an error for its client. Returns their number."""
         self._cutting = True
         for answering in self._running:
-            answering.cancel()
+            self._cancel(answering)
         return len(self._running)
 
     async def _answer(self, request: ClientRequest) -> None:

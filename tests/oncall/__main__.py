@@ -5,7 +5,6 @@ A fleet of processes serves requests, and a real Prometheus evaluates the rules,
 """
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from time import monotonic
 
 import anyio
 
-from tests.alerts.__main__ import faster_rules
+from tests.alerts.__main__ import faster_rules, of_the_machine
 from tests.end_to_end.prometheus import Prometheus
 from tests.http_client import http_client
 from tests.oncall.faults import FAULTS, Fault
@@ -25,16 +24,9 @@ from tests.oncall.servers import SERVER_FAULTS, bus_and_store
 LOOKS_S = (10.0, 30.0)
 """Everything has to be right at the last of them; at the first, nothing may be blamed that is well."""
 CALM_S = 5.0
-OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow"})
-"""Alerts that are not judged while other programs want the machine's processors."""
 RECOVERS_S = 100.0
 """Counters have windows of a minute."""
 ALERT_S = 60.0
-
-
-def of_the_machine() -> frozenset[str]:
-    """The alerts that are not judged now."""
-    return OF_A_SLOW_MACHINE if os.getloadavg()[0] > len(os.sched_getaffinity(0)) else frozenset()
 
 
 async def firing(url: str) -> set[str]:

@@ -67,7 +67,7 @@ class MemoryShard:
                 worker_id = raw[wire.WORKER_ID]
                 record = self.workers.setdefault(worker_id, Record(batch.partition))
                 touched[worker_id] = None
-                self._fold(worker_id, record, raw)
+                self._fence(worker_id, record, raw)
         records = [self.record(worker_id) for worker_id in touched]
         return ApplyResult.of(records, self.counts - before, moved, no_room=self.full)
 
@@ -83,7 +83,7 @@ class MemoryShard:
             self.positions[batch.partition] = batch.position
         return True
 
-    def _fold(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
+    def _fence(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
         _, _, incarnation, seq, _, scopes, events = raw
         if incarnation != record.incarnation:
             if incarnation < record.incarnation:

@@ -70,6 +70,7 @@ INDEXER = {
         heartbeats_bad="bad",
         heartbeats_refused="refused",
         heartbeats_excess="excess",
+        records_bad="not_written",
     ),
     **single(POOLS_REPAIRED, "pools_repaired"),
     **by(

@@ -126,21 +126,63 @@ async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Sto
         assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
 
 
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_client_that_leaves_at_an_error_does_not_hide_it(store: Store, valkey_url: str, dies: bool) -> None:
+    left = anyio.Event()
+
+    async def answer(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            yield PART
+            yield ERROR
+            await left.wait()
+            if dies:
+                raise OSError
+            yield DONE
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    async with (
+        faulty_engine(answer) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as streamed:
+            async for part in streamed.aiter_raw():
+                if b"error" in part:
+                    break
+        for _ in range(10):  # the router learns that the client left
+            await status(client)
+        left.set()
+
+        async def is_over() -> bool:
+            return bool((await status(client))["in_flight"] == 0)
+
+        await until(is_over, what="the request is over")
+        counted = await status(client)
+        assert (counted["proxy"]["gone"], counted["proxy"]["broken"], counted["outliers"]["bad"]) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("continues", ["off", "all"])
+@pytest.mark.parametrize("behind", [b"", DONE], ids=["", "done"])
 async def test_an_error_that_anthropics_clients_would_not_see_is_repeated_in_their_form(
-    store: Store, valkey_url: str
+    store: Store, valkey_url: str, continues: str, behind: bytes
 ) -> None:
     part = b'data: {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}\n\n'
     for error, repeated in ((ERROR, True), (NAMED, False)):
         async with (
-            faulty_engine(streams(part, error)) as bad,
+            faulty_engine(streams(part, error, behind)) as bad,
             running_fleet(store, {}, {"w1": {"url": bad.url}}),
-            running_proxy(valkey_url) as client,
+            running_proxy(valkey_url, continue_answers=continues) as client,
         ):
             body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "stream": True}
             text = (await client.post("/v1/messages", json=body)).text
             assert text.startswith((part + error).decode())
             last = text.removeprefix((part + error).decode())
-            assert last.startswith("event: error\n") and SAID["message"] in last if repeated else not last
+            if repeated:
+                assert last.startswith("event: error\n") and SAID["message"] in last
+                assert b"[DONE]" not in text.encode().partition(b"event: error")[2]
+            else:
+                assert last in ("", behind.decode())
 
 
 @pytest.mark.parametrize("end", [chunk(ERROR) + b"0\r\n\r\n", b""], ids=["error", "dies"])

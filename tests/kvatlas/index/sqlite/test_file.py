@@ -24,7 +24,7 @@ async def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE other (x)")
     connection.close()
-    for path, line in ((text, "no index file, or damaged"), (database, "another program's database")):
+    for path, line in ((text, "not an index file, or is damaged"), (database, "another program's database")):
         with pytest.raises(UnsuitableStore, match=line):
             async with open_sqlite_index(path):
                 pass
