@@ -26,7 +26,7 @@ LOOK_S = 1.0
 MOST_TENANTS = 1_024
 """Number of tenants for which something is remembered; clients may name any."""
 GONE_S = 3_600.0
-"""A model whose last worker is gone keeps its name for this long: requests for it find no worker and may be retried, while a name
+"""A model whose last worker is gone keeps its name this long: requests for it find no worker and may be retried, while a name
 that doesn't exist is an error for good."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
