@@ -16,7 +16,7 @@ from router_client.pricing.pool import FetchKnowledge, Pool
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 60.0
 LISTED_S = 1.0
-"""Requests for a model without workers read the whole fleet no more often."""
+"""Minimum interval between reads of the whole fleet for requests for a model without workers."""
 BEHIND_S = 3.0
 """Maximum age of the pool if the store is far away: it is then read in the background."""
 

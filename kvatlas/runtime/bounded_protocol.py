@@ -116,9 +116,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._shares.wake(self)
         self._unread += data
         self._read()
+        self._note_use()
         if len(self._unread) > MOST_HEADER_BYTES:
             self.flow.pause_reading()
         self._set_deadline()
@@ -211,12 +211,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._hidden_framing:
             return
         super().on_message_complete()
+        self.flow.resume_reading()  # a long body pauses it; only while it is on is the client's departure noticed
         self._in_head, self._has_begun = True, False
         self.cycle.more_body = False  # also of a request that was answered before its end
         if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
-            self._shares.rest(self)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -253,8 +253,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._on_leave = None
         super().on_response_complete()
         self._read()
-        if self.timeout_keep_alive_task is not None:
-            self._shares.rest(self)
+        self._note_use()
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -270,6 +269,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
         self._cancel_deadline()
         self._set_deadline()
+
+    def _note_use(self) -> None:
+        if self._in_head and self.timeout_keep_alive_task is not None:
+            self._shares.rest(self)
+        else:
+            self._shares.wake(self)
 
     def close_idle(self) -> None:
         self.timeout_keep_alive_handler()

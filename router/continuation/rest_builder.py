@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.cuts import Cuts, Rest
 from kvatlas_router.continuation.generate_events import GenerateEvents
@@ -16,7 +17,7 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
+"""How an answer with reasoning begins if its engine does not parse reasoning; templates change or drop it."""
 
 
 class RestBuilder:
@@ -45,9 +46,9 @@ class RestBuilder:
         self._asks_as_chat = text.api in (Api.MESSAGES, Api.RESPONSES)
         self._with_ids = has_ids(text)
 
-    def of_engines(self, kind: EngineKind, model_id: str) -> None:
+    def of_engines(self, kind: EngineKind, scope: Scope) -> None:
         """Set the engines' kind and model, which decide how they read a conversation."""
-        self.text = self.text.of_engines(kind, model_id, self.text.tenant_id)
+        self.text = self.text.of_engines(kind, scope)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
         """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:

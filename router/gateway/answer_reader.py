@@ -57,7 +57,8 @@ class AnswerReader:
         if status != 200 or header_value(headers, b"content-encoding") not in (b"", b"identity"):
             return
         if self.is_stream:
-            self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names))
+            choices = 1 if self._text is None else self._text.all_choices
+            self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names), choices=choices)
         elif b"json" in header_value(headers, b"content-type") and (
             self._text is not None or self._names or self._objects is not None
         ):

@@ -24,10 +24,10 @@ LOOK_AGAIN_S = 0.1
 LOOK_S = 1.0
 """Limit on the duration of that read."""
 MOST_TENANTS = 1_024
-"""Limit of what is remembered by tenant; clients may name any."""
+"""Number of tenants for which something is remembered; clients may name any."""
 GONE_S = 3_600.0
-"""A model whose last worker is gone keeps its name for so long: requests for it find no worker and may be retried. A name that
-doesn't exist is an error for good."""
+"""A model whose last worker is gone keeps its name this long: requests for it find no worker and may be retried, while a name
+that doesn't exist is an error for good."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -69,12 +69,12 @@ class Catalogue:
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
-        """The records and the version of the lists from which the next three follow."""
+        """The records, and the version of the lists, from which the next three are derived."""
         self._served: dict[tuple[str | None, str | None], ServedModel] = {}
         self._remembered: dict[tuple[str, str | None], tuple[ServedModel, float]] = {}
         """What each name stood for, and when it was last known; the oldest first."""
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
-        self._asked: dict[tuple[ServedModel, str | None, str], Sequence[str]] = {}
+        self._asked: dict[tuple[Scope, str | None], Sequence[str]] = {}
         self._kinds: dict[str, EngineKind] = {}
         self._kinds_of: object = None
         self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
@@ -107,18 +107,24 @@ class Catalogue:
         return {} if name is None or served is None else self._unfit_for(served, name)
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
-        """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
-        served = await self._find(request.model)
-        if served is None:
+        """Base URLs of the engines that serve a request's model in its scope now, and may see its tenant's prompts; empty
+        while its scope is not known."""
+        await self._read_records()
+        scope, records = request.scope, self._current()
+        if scope is None:
             return ()
-        records = self._current()
-        key = served, request.model, request.tenant_id or self.tenant_id
+        key = scope, request.model
         if key not in self._asked:
+            pool_id = scope.pool_id
+            served = ServedModel(scope.model_id, scope.tokenizer_id, scope.adapter_id)
             unfit = {} if request.model is None else self._unfit_for(served, request.model)
             urls = {
-                r.endpoint.url
-                for id, r in records.items()
-                if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(key[2])
+                record.endpoint.url
+                for id, record in records.items()
+                if record.routable
+                and record.endpoint.pool_id == pool_id
+                and id not in unfit
+                and record.may_see(scope.tenant_id)
             }
             self._asked[key] = sorted(urls - {""})
         return self._asked[key]

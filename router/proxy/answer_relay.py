@@ -1,4 +1,4 @@
-"""One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
+"""One attempt of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
 import asyncio
 import json
@@ -15,6 +15,7 @@ from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.error_events import is_seen
 from kvatlas_router.answers.event_stream import EventStream
 from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
@@ -26,7 +27,7 @@ from kvatlas_router.proxy.client_request import ClientRequest
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import for_engine
-from kvatlas_router.proxy.predicted_try import sent_try
+from kvatlas_router.proxy.predicted_attempt import sent_attempt
 from kvatlas_router.proxy.reported_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
@@ -39,8 +40,8 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
+    EngineAttempt,
     EngineRequest,
-    EngineTry,
     StreamedAnswer,
     WholeAnswer,
     error_refusal,
@@ -53,6 +54,9 @@ from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
+END_S = 5.0
+"""An engine that has sent the final event, or an error, may take so long to end its answer: until then its connection can be
+kept."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
 """vLLM's calls that read a priority."""
 
@@ -106,8 +110,8 @@ class AnswerRelay:
         may_move: Callable[[frozenset[str], bool], bool],
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
-        """Send a request to the chosen engine, or to both engines of a pair; see `EngineTry` and `send_to_pair`.
-        `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
+        """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`.
+        `may_move`: see `SentAttempt`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
@@ -145,9 +149,9 @@ class AnswerRelay:
             added = {**trace_headers(span), **choice.headers}
             of_tenant = not request.is_trusted
             headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
-            sent = sent_try(choice, to_engine.path, request.text, may_move)
+            sent = sent_attempt(choice, to_engine.path, request.text, may_move)
             watched = self._progress.send(sent, asyncio.current_task())
-            async with EngineTry(self._engines, watched, choice.url, to_engine, headers) as answer:
+            async with EngineAttempt(self._engines, watched, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 
@@ -175,7 +179,15 @@ class AnswerRelay:
             return OpenedAnswer(answer)
         hides = self._hides_usage(request, continued)
         goes_on = continued.seam is not None
-        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
+        choices = 1 if request.text is None else request.text.all_choices
+        stream = EventStream(
+            hide_usage=hides,
+            hold=True,
+            whole=goes_on,
+            counts=goes_on,
+            choices=choices,
+            ends_at_error=request.for_engine.path == Api.MESSAGES,  # a repeated error comes before their end, if any
+        )
         async for chunk in answer:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
@@ -267,11 +279,16 @@ class AnswerRelay:
     ) -> Usage | None:
         rest = b""
         try:
-            async for chunk in answer:
-                await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+            async with asyncio.timeout(END_S if stream.is_over else None) as ending:
+                async for chunk in answer:
+                    await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+                    if stream.is_over and ending.when() is None:
+                        ending.reschedule(asyncio.get_running_loop().time() + END_S)
             rest = stream.end()
+        except TimeoutError:
+            pass  # nothing that matters follows
         except EngineLost:
-            if seam is None or seam.missing_end is None:
+            if not (stream.is_over if seam is None else seam.missing_end is not None):
                 raise
         if seam is not None:
             rest = seam.end(rest)
@@ -306,8 +323,9 @@ class AnswerRelay:
         if seam is not None:
             passed = seam.feed(passed)
             request.sent_events = seam.events
-        if stream.done and (seam is None or seam.error is None):
-            request.complete = True  # clients disconnect as soon as they have the final event
+        if stream.is_over:  # clients disconnect as soon as they have the final event, or an error
+            seen = stream.error is None or is_seen(request.for_engine.path, stream.error)
+            request.complete = seen if seam is None else seam.error is None
         if passed:
             began_ns = time.perf_counter_ns()
             await request.send_part(passed)

@@ -57,7 +57,7 @@ class ClientRequest:
     `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the name that it asks
     for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
-    `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
+    `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
     had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
@@ -218,7 +218,8 @@ class ClientRequest:
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
-            await self.permit.take_tokens(prompt.input_tokens + output * self._answers)
+            answers = 1 if self.text is None else self.text.all_choices
+            await self.permit.take_tokens(prompt.input_tokens + output * answers)
 
     def count_usage(self, usage: Usage | None) -> None:
         """Count the usage that the engine reports, instead of the expected one."""
@@ -229,10 +230,6 @@ class ClientRequest:
         """Count the parts of the answer that the client was sent, a token or more each."""
         if self.permit is not None:
             self.permit.note_sent(self.prompt_tokens + parts)
-
-    @property
-    def _answers(self) -> int:
-        return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)
 
     def header(self, name: bytes) -> str | None:
         """A header's value, by its name in lower case; None if absent or empty."""

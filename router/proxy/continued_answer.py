@@ -10,6 +10,7 @@ from typing import Any
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
+from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
@@ -59,7 +60,7 @@ class ContinuedAnswer:
     goes_on: bool = False
     lost: Exception | None = None
     _next: _Next | None = None
-    _withheld: bytes = b""
+    _failure: tuple[EngineError, bytes] | None = None
     _reached: object = None
     _prompt: RequestPrompt | None = None
     _patient_until: float = 0.0
@@ -124,12 +125,12 @@ class ContinuedAnswer:
         seam = self.seam
         if seam is None:
             raise CannotContinue(self.why)
-        self._withheld = seam.withheld
+        self._failure = None if seam.error is None else (seam.error, seam.withheld)
         if self._is_stuck(seam):
             raise CannotContinue(Why.SAME_TOKEN)
         rest = seam.rest()
         try:
-            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope)
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
             self._next, found = await self._ask_for(seam, rest)
@@ -230,9 +231,11 @@ class ContinuedAnswer:
             self.counters.count(why)
             id = self.request.id or "without an id"
             _log.info("request %s: its answer ends with an error, because %s", id, CannotContinue(why))
-        withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
-        if withheld:
-            await self.request.send({"type": "http.response.body", "body": withheld})
+        failure, seam = self._failure, self.seam
+        if seam is not None and seam.error is not None:
+            failure = seam.error, seam.withheld
+        if failure is not None:
+            await self.request.end_failed(*failure)
         else:
             await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
 

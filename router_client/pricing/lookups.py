@@ -69,7 +69,7 @@ class LookupQuotes:
 
 
 class _MemberQuotes(Sequence[Quote]):
-    """Each made when it is read: a router reads one of those that the store returned."""
+    """Quotes that are built when they are read, because a router reads only one of those that the store returned."""
 
     def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
         self._quotes = quotes
@@ -92,7 +92,7 @@ def quote_lookup(
     prompt: Prompt, pool: Pool, seed: bytes, *, home: str | None = None, session_us: float = 0.0
 ) -> LookupQuotes | None:
     """Quotes for a large pool; None if something about it or the prompt can only be priced here (`why_not_looked_up`). `home`:
-    the worker of the prompt's session, which the others cost `session_us` more than."""
+    the worker of the prompt's session; all others cost `session_us` more."""
     if why_not_looked_up(prompt, pool):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)

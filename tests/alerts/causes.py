@@ -175,6 +175,15 @@ def store_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
 
 
 @asynccontextmanager
+async def block_is_deleted(fleet: Fleet) -> AsyncIterator[None]:
+    async with Redis.from_url(fleet.valkey.url) as store:
+        keys = [key async for key in store.scan_iter(match="kva:{s0}:blocks:*")]
+        fields = await store.hkeys(keys[0])
+        await store.hdel(keys[0], fields[0])
+        yield
+
+
+@asynccontextmanager
 async def engines_die(fleet: Fleet) -> AsyncIterator[None]:
     for engine in fleet.engines:
         engine.kill()
@@ -321,6 +330,7 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "events_are_lost": (events_are_lost, {"KvatlasFeedStartsOver"}),
     "tokens_beyond_32_bits": (tokens_beyond_32_bits, {"KvatlasBlocksNotPublishable", "KvatlasFeedLeftOut"}),
     "bus_stutters": (bus_stutters, {"KvatlasIndexLate"}),
+    "block_is_deleted": (block_is_deleted, {"KvatlasIndexDamaged"}),
     "engines_die": (engines_die, {"KvatlasRequestsFail", "KvatlasNoWorkers", "KvatlasPickerRefuses"}),
     "engine_is_full": (engine_is_full, {"KvatlasRequestsWait", "KvatlasRequestsRefused"}),
     "clients_give_up": (clients_give_up, {"KvatlasClientsGaveUp"}),

@@ -96,11 +96,6 @@ class ShardKeys:
     def pinned_by(self, holder: bytes) -> str:
         return self._key(f"pinned:{holder.hex()}")
 
-    @property
-    def of_state(self) -> list[str]:
-        """The keys of `functions/state.lua`."""
-        return [self.workers, self.digests, self.steps, self.marked]
-
     def blocks(self, scope_id: bytes) -> str:
         return self._key(f"blocks:{scope_id.hex()}")
 

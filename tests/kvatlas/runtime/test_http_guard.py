@@ -148,6 +148,38 @@ async def test_idle_connections_make_room_for_new_ones() -> None:
         assert b"HTTP/1.1 200 " in await second.receive()
 
 
+@pytest.mark.parametrize("next_one", [UNFINISHED, UNFINISHED_BODY, b"\x01 no HTTP"])
+async def test_what_follows_a_refused_body_at_once_is_not_idle(
+    next_one: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that reads a request, or a refusal, makes no room for a new one."""
+    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    access = HttpAccess(body_bytes=LIMIT, header_s=60.0, connections=1, address_connections=1)
+    async with serving(access) as listener, connected(listener) as first:
+        await first.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await first.receive()).startswith(b"HTTP/1.1 413 ")
+        await first.send(b"x" * 1001 + next_one)
+        async with connected(listener) as second:
+            await second.send(ASK)
+            assert (await read_to_end(second)).startswith(b"HTTP/1.1 503 ")
+        assert listener.shares.is_nearly_full
+        if next_one == UNFINISHED_BODY:
+            await first.send(b"x")
+            assert (await first.receive()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_whose_refused_body_still_comes_is_not_idle() -> None:
+    access = HttpAccess(body_bytes=LIMIT, header_s=60.0, connections=1, address_connections=1)
+    async with serving(access) as listener, connected(listener) as first:
+        await first.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await first.receive()).startswith(b"HTTP/1.1 413 ")
+        async with connected(listener) as second:
+            await second.send(ASK)
+            assert (await read_to_end(second)).startswith(b"HTTP/1.1 503 ")
+        await first.send(b"x" * 1001 + ASK)
+        assert (await first.receive()).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_body_that_does_not_come_gets_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(HttpAccess(body_s=0.2)) as listener, connected(listener) as stream:
         await stream.send(UNFINISHED_BODY)

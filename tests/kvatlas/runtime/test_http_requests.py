@@ -9,10 +9,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.runtime.http_guard import ON_LEAVE
 from tests.kvatlas.runtime.http_listener import APPLICATION, ASK, LAST, answers_in, connected, read_to_end, serving
 
 pytestmark = pytest.mark.anyio
@@ -133,6 +135,34 @@ async def test_a_client_that_leaves_ends_its_request_even_with_another_one_waiti
             await stream.receive()
         with anyio.fail_after(60):
             await slow.disconnected.wait()
+
+
+class Reader:
+    """An application that reads each body to its end, and then waits until its client leaves."""
+
+    def __init__(self) -> None:
+        self.read, self.left = anyio.Event(), anyio.Event()
+        self.routed = Starlette(routes=[Route("/", self)])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ON_LEAVE](self.left.set)
+        while (await receive()).get("more_body", False):
+            pass
+        self.read.set()
+        await self.left.wait()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+async def test_the_departure_of_a_client_with_a_long_body_is_noticed(parts: int) -> None:
+    reader, part = Reader(), b"a" * (200_000 // parts)
+    async with serving(HttpAccess(), application=reader.routed) as listener:
+        with anyio.fail_after(60):
+            async with connected(listener) as stream:
+                await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (parts * len(part)))
+                for _ in range(parts):
+                    await stream.send(part)
+                await reader.read.wait()
+            await reader.left.wait()
 
 
 @pytest.mark.parametrize(
