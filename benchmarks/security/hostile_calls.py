@@ -135,13 +135,12 @@ def _reading() -> Iterator[Call]:
     yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:8_000])
     yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:128],) * 63)
     fields = [hash_of(number) + b"h" for number in range(0, 20_000, 64)]
-    looked = (WORKERS, MARKED, STATES[4], MARKS)
+    looked = (*STATES, MARKS)
     yield "kvatlas_look_marks", "many fields", looked, ("w1", _pack(fields))
     yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 4_000))
     workers = [f"w{number}" for number in range(64)]
     yield "kvatlas_scrub", "all workers", (BLOCKS, *STATES), ("", 0, 1_000, *workers)
-    marks = (MARKS, WORKERS, STATES[1], MARKED, STATES[4])
-    yield "kvatlas_scrub_marks", "all workers", marks, ("", 0, 1_000, *workers)
+    yield "kvatlas_scrub_marks", "all workers", (MARKS, *STATES), ("", 0, 1_000, *workers)
     yield "kvatlas_scopes_idle", "a thousand", (POOL[9],), (0, 1_000)
     yield "kvatlas_room", "once", (META,), ()
     yield "kvatlas_pool_booked", "many ids", POOL, (b"\0" * 16,) * 1_024

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvatlas.runtime.error_form import error_form
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -125,8 +126,7 @@ class HttpBorder:
 
     async def _refuse(self, scope: Scope, send: Send, status: int, line: str, header: tuple[bytes, bytes]) -> None:
         self._report(scope, status, line)
-        error = {"message": line, "type": "invalid_request_error", "param": None, "code": _CODES.get(status)}
-        body = json.dumps({"error": error}).encode()
+        body = json.dumps(error_form(scope["path"], status, line, code=_CODES.get(status))).encode()
         length = (b"content-length", str(len(body)).encode())
         headers = [(b"content-type", b"application/json"), length, header]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -186,8 +186,7 @@ class ProbesOnly:
         if scope["path"] in PROBES:
             await self._application(scope, receive, send_last)
             return
-        error = {"message": TOO_MANY, "type": "server_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = json.dumps(error_form(scope["path"], 503, TOO_MANY)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
         await send_last(start)

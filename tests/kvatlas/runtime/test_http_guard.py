@@ -1,7 +1,8 @@
 """What an HTTP server refuses: what is too much, too late or without proof."""
 
+import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import trustme
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.connection_shares import RESERVE, RESERVE_SHARE
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import listen
+from kvatlas.runtime.http_server import Listener, listen
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
 from tests.http_client import http_client
 from tests.kvatlas.runtime.http_listener import (
@@ -322,3 +323,66 @@ def test_limits_certificate_and_tokens_are_settings(
     file.write_text("two words\n")
     with pytest.raises(SettingsError, match="whose line 1 is not a token"):
         settings.load(**given, http_token_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("path", "forms"),
+    [
+        ("/v1/messages", "anthropic"),
+        ("/v1/messages/count_tokens", "anthropic"),
+        ("/v1/%6dessages", "anthropic"),
+        ("/v1/chat/completions", "openai"),
+        ("/", "openai"),
+    ],
+)
+async def test_every_refusal_has_the_form_of_the_paths_api(
+    path: str, forms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    ask = f"POST {path} HTTP/1.1\r\nhost: x\r\n".encode()
+    long_header = b"x-a: " + b"a" * 66_000
+    unfinished = ask + b"content-length: 10\r\n\r\n1"
+
+    async def refusal(listener: Listener, sent: bytes, client: str | None = None) -> tuple[int, Mapping[str, Any]]:
+        async with connected(listener, client) as stream:
+            await stream.send(sent)
+            ((status, body),) = answers_in(await read_to_end(stream))
+            return status, json.loads(body)
+
+    refused = []
+    async with serving(HttpAccess(body_s=0.2)) as listener:
+        for sent in (
+            ask + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n",
+            ask + b"bad header\r\n\r\n",
+            ask + b"host: y\r\n\r\n",
+            ask + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
+            ask + b"content-type: text/plain\r\norigin: http://y\r\n\r\n",
+            ask + long_header,
+            ask + long_header + b"\r\n\r\n",
+            unfinished,
+        ):
+            refused.append(await refusal(listener, sent))
+    async with serving(HttpAccess(tokens=(b"a",))) as listener:
+        refused.append(await refusal(listener, ask + b"connection: close\r\n\r\n"))
+    async with serving(HttpAccess(connections=1)) as listener, AsyncExitStack() as stack:
+        for number in range(1 + RESERVE):  # a place, then those for probes
+            own = f"127.0.0.{2 + number // RESERVE_SHARE}"
+            await (await stack.enter_async_context(connected(listener, own))).send(UNFINISHED)
+            if number in (0, RESERVE):
+                refused.append(await refusal(listener, ask + b"\r\n", "127.0.1.1"))
+    assert [status for status, _ in refused] == [400, 400, 400, 400, 403, 431, 431, 408, 401, 503, 503]
+    for status, body in refused:
+        if forms == "anthropic":
+            assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, status
+        else:
+            assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, status
+    types = [body["error"]["type"] for _, body in refused]
+    if forms == "anthropic":
+        assert types[4:] == [
+            "permission_error",
+            *["invalid_request_error"] * 3,
+            "authentication_error",
+            *["overloaded_error"] * 2,
+        ]
+    else:
+        assert types == [*["invalid_request_error"] * 9, *["server_error"] * 2]

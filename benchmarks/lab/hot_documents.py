@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lab.fetching`: mean time to first token with and without fetching, if documents become hot at once.
+"""`python -m benchmarks.lab.hot_documents`: mean time to first token with and without fetching, if documents become hot.
 
 Each request asks a question of 500 tokens about one of the documents, which have 32,256 tokens. Virtual time; two minutes on
 two cores.
