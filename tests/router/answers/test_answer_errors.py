@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_at_an_error_does_not_hide_it(store: Store, v
 
         await until(is_over, what="the request is over")
         counted = await status(client)
-        assert (counted["proxy"]["gone"], counted["proxy"]["broken"], counted["outliers"]["bad"]) == (0, 1, 1)
+        assert (counted["proxy"]["gone"], counted["proxy"]["broken"], counted["ejections"]["bad"]) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("continues", ["off", "all"])
