@@ -20,7 +20,7 @@ from benchmarks.store_calls import LONGEST_MS
 from kvatlas.ejection.store import ejections_key
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet_store.allowances import allowance_key
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, object_keys
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS
@@ -100,6 +100,7 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     client.hset(ejections_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
     client.hset(answers_key("p"), mapping={f"x{n}": b"%d %s" % (10**16, b"x" * 100) for n in range(20_000)})
+    client.zadd(object_keys("a")[2], {f"x{n}": 1.0 for n in range(20_000)})
     client.hset(POOL[-1], mapping={f"w{n}": _pack([1, 1.0, [1.0] * 40]) for n in range(POOL_WORKERS)})
 
 
@@ -179,8 +180,9 @@ def _writing() -> Iterator[Call]:
     yield "kvatlas_fleet_draw", "many clients", tuple(allowance_key(f"requests:{n}") for n in range(256)), tuple(draw)
     yield "kvatlas_fleet_draw", "too many", (allowance_key("x"),) * 2_666, (1,) * 7_998
     objects = [word for n in range(512) for word in (f"resp_{n}", "w1")]
-    yield "kvatlas_fleet_put_objects", "many", OBJECTS, (100_000, 10, *objects)
-    yield "kvatlas_fleet_find_object", "one", OBJECTS, ("resp_1",)
+    yield "kvatlas_fleet_put_objects", "many", object_keys("a"), (100_000, 10, "a", *objects)
+    yield "kvatlas_fleet_put_objects", "many tenants", object_keys("a"), (1, 10**9, "a", "resp_1", "w1")
+    yield "kvatlas_fleet_find_object", "one", object_keys("a")[:2], ("resp_1",)
 
 
 def _asks() -> dict[str, bytes]:

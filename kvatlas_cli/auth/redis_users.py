@@ -30,6 +30,8 @@ _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
 """Reads whose duration depends only on the length of the command."""
 _SERVER = ("config|get", "function|list", "info", "role")
 """Commands that only `doctor` and the indexers' checks need. `config|get` shows passwords in the server's configuration."""
+_OF_TENANTS = ("zadd", "zcard", "zrangebyscore", "zrem")
+"""Commands that keep the list of tenants whose objects engines keep."""
 _LIBRARIES = ("function|delete", "function|load")
 _WHOLE_INDEX = ("hgetall", "hscan", "smembers", "smismember")
 _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
@@ -81,7 +83,7 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
                 _selector([f"~{key}" for key in booked], _commands(POOL_LIBRARY) - _READS - {"set"}),
                 _selector([f"~{mark_key('*')}"], ["fcall", "set"]),
                 _selector([f"~{allowance_key('*')}"], ["fcall", "hset", "pexpire"]),
-                _selector([f"~{key}" for key in OBJECTS], ["expire", "fcall", "hset", "rename"]),
+                _selector([f"~{OBJECTS}:*"], ["expire", "fcall", "hset", "rename", *_OF_TENANTS]),
             ]
         ),
         "auditor": _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, _WHOLE_INDEX, _SERVER)
