@@ -120,7 +120,8 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """Open the application with all its parts, for the caller's own server."""
+    """Open the application with all its parts. `kvatlas.runtime.http_server` serves it: no other server lets it know when a
+    client leaves (`ON_LEAVE`)."""
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(

@@ -52,7 +52,10 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
                 return message
         error = BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
         on_too_long(error)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: a cycle, which would keep the connection
 
     return bounded
 

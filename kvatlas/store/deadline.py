@@ -68,9 +68,12 @@ class LateCalls:
             timer.cancel()
             if not task.done():
                 self._keep(task)
-        if not task.done():
-            raise TimeoutError
-        return task.result()
+        try:
+            if not task.done():
+                raise TimeoutError
+            return task.result()
+        finally:
+            del task  # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
 
     def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a call that nothing waits for. It handles what the store raises."""

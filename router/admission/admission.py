@@ -27,7 +27,8 @@ class RequestShed(KvatlasError):
     """Every engine would miss the SLO by far. The request is refused and its booking released."""
 
     def __init__(self, retry_after_s: int) -> None:
-        super().__init__("every engine would miss the SLO by far; try again later")
+        line = f"every engine would miss the SLO (the router's latency target) by far; try again in {retry_after_s} s"
+        super().__init__(line)
         self.retry_after_s = retry_after_s
 
 

@@ -206,7 +206,7 @@ class AnswerRelay:
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
         if (goes_on and not stream.done) or _is_cut(request, stream):
-            raise EngineLost(f"{choice.url}: the stream ended before the answer")
+            raise EngineLost(f"{choice.url}: the stream ended before the answer was complete")
         return OpenedAnswer(answer, stream, rest)
 
     async def begin(
@@ -299,10 +299,10 @@ class AnswerRelay:
                 if rest:
                     await request.send_part(rest)
                 raise (
-                    EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
+                    EngineLost("the stream ended before the answer was complete") if seam.error is None else EngineFailed(seam.error)
                 )
         elif stream.error is None and _is_cut(request, stream):
-            raise EngineLost("the stream ended before the answer")
+            raise EngineLost("the stream ended before the answer was complete")
         if stream.error is not None:
             await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)

@@ -58,7 +58,7 @@ class ContinuedAnswer:
     why: Why | None = None
     seam: Seam | None = None
     goes_on: bool = False
-    lost: Exception | None = None
+    lost: str = ""
     _next: _Next | None = None
     _failure: tuple[EngineError, bytes] | None = None
     _reached: object = None
@@ -121,7 +121,7 @@ class ContinuedAnswer:
 
     async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
         """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
-        self.lost = error
+        self.lost = str(error)
         seam = self.seam
         if seam is None:
             raise CannotContinue(self.why)
@@ -237,7 +237,7 @@ class ContinuedAnswer:
         if failure is not None:
             await self.request.end_failed(*failure)
         else:
-            await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
+            await self.request.break_off(ErrorKind.BAD_GATEWAY, self.lost)
 
     async def _count(self, seam: Seam, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
