@@ -29,7 +29,7 @@ from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.proxy.worker_tries import WorkerTries
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_client import EngineClient
@@ -146,10 +146,10 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         )
         admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
         stack.push_async_callback(admission.close)
-        tries = WorkerTries(
+        worker_attempts = WorkerAttempts(
             parts.catalogue,
             relay,
-            parts.outliers,
+            parts.ejections,
             counters,
             admission,
             settings.max_attempts,
@@ -160,7 +160,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             parts.catalogue,
             objects,
             admission,
-            tries,
+            worker_attempts,
             counters,
             ExchangeSettings(settings.access_log, settings.request_hints),
         )
@@ -176,7 +176,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         if borders.entrance is not None:
             parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
         route_api = RouteApi(
-            held, parts.client, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed
+            held, parts.client, parts.reader, parts.catalogue, parts.ejections, counters, shed=settings.shed
         )
         await parts.warm_up()
         pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)

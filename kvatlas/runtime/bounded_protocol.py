@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.runtime.chunked_body import ChunkedBody
 from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
+from kvatlas.runtime.error_form import error_form
 from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
@@ -77,7 +79,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """The header with the length of a body that the parser does not expect."""
         self._head_parser = self.parser
         self._stops_at: float | None = None
+        self._has_place = True
         self._refused = False
+        self.url = b""
         self._departure = _Departure()
         self._in_head = True
         """No request has begun, or its headers are not complete."""
@@ -105,7 +109,8 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.abort()
             return
         if place is Place.NONE:
-            self._refuse(503, TOO_MANY)
+            self._has_place = False
+            self._deadline = self.loop.call_later(LINGER_S, transport.abort)
             return
         if place is Place.PROBES:
             self._header_s = min(PROBE_S, self._header_s)
@@ -115,9 +120,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._shares.wake(self)
+        if not self._has_place:
+            self.url = _target_in(data)
+            self._refuse(503, TOO_MANY)
+            return
         self._unread += data
         self._read()
+        self._note_use()
         if len(self._unread) > MOST_HEADER_BYTES:
             self.flow.pause_reading()
         self._set_deadline()
@@ -211,12 +220,11 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         super().on_message_complete()
         self.flow.resume_reading()  # a long body pauses it; only while it is on is the client's departure noticed
-        self._in_head, self._has_begun = True, False
+        self._in_head, self._has_begun, self.url = True, False, b""
         self.cycle.more_body = False  # also of a request that was answered before its end
         if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
-            self._shares.rest(self)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -241,8 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._departure.forget()
         super().on_response_complete()
         self._read()
-        if self.timeout_keep_alive_task is not None:
-            self._shares.rest(self)
+        self._note_use()
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -258,6 +265,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
         self._cancel_deadline()
         self._set_deadline()
+
+    def _note_use(self) -> None:
+        if self._in_head and self.timeout_keep_alive_task is not None:
+            self._shares.rest(self)
+        else:
+            self._shares.wake(self)
 
     def close_idle(self) -> None:
         self.timeout_keep_alive_handler()
@@ -354,11 +367,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _answer(self, status: int, line: str) -> None:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps({"error": {"message": line, "type": kind, "param": None, "code": None}}).encode()
+        path = unquote(_origin_form(self.url).decode("latin-1"))
+        body = json.dumps(error_form(path, status, line)).encode()
         headers = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "content-type: application/json"]
         headers += [f"content-length: {len(body)}", "connection: close", *(["retry-after: 1"] if status == 503 else [])]
         self.transport.write("\r\n".join([*headers, "\r\n"]).encode() + body)
+
+
+def _target_in(data: bytes) -> bytes:
+    """The target of a request that is not parsed; empty if it is cut."""
+    words = data.split(b" ", 2)
+    return words[1] if len(words) == 3 else b""
 
 
 class _Departure:

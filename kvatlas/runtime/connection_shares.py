@@ -44,6 +44,8 @@ class ConnectionShares(Generic[C]):
         self._refused: set[C] = set()
         self._count: dict[tuple[Place, str], int] = {}
         self._idle: dict[C, None] = {}
+        self._idle_of: dict[str, dict[C, None]] = {}
+        """The idle ones of each address, as all of them the longest idle first."""
 
     def open(self, connection: C, address: str | None) -> Place:
         """Add a connection. `address`: the client's, without its port; None if it has none, as on a Unix socket."""
@@ -75,7 +77,7 @@ class ConnectionShares(Generic[C]):
 
     def close(self, connection: C) -> None:
         """Remove a connection that is closed or about to be. Removing it twice is fine."""
-        self._idle.pop(connection, None)
+        self.wake(connection)
         self._refused.discard(connection)
         for place, members in ((Place.FULL, self._full), (Place.PROBES, self._probes)):
             if (key := members.pop(connection, None)) is not None:
@@ -85,12 +87,17 @@ class ConnectionShares(Generic[C]):
 
     def rest(self, connection: C) -> None:
         """Note that a connection is idle from now on."""
-        if connection in self._full:
-            self._idle[connection] = None
+        if (key := self._full.get(connection)) is not None:
+            self._idle[connection] = self._idle_of.setdefault(key, {})[connection] = None
 
     def wake(self, connection: C) -> None:
         """Note that a connection is no longer idle."""
-        self._idle.pop(connection, None)
+        if connection in self._idle:
+            del self._idle[connection]
+            of_address = self._idle_of[key := self._full[connection]]
+            del of_address[connection]
+            if not of_address:
+                del self._idle_of[key]
 
     def _of(self, place: Place, key: str) -> int:
         return self._count.get((place, key), 0)
@@ -100,7 +107,7 @@ class ConnectionShares(Generic[C]):
         self._count[place, key] = self._of(place, key) + 1
 
     def _drop_idle(self, key: str | None) -> None:
-        found = next((one for one in self._idle if key is None or self._full[one] == key), None)
+        found = next(iter(self._idle if key is None else self._idle_of.get(key, ())), None)
         if found is not None:
             self.close(found)
             found.close_idle()

@@ -11,9 +11,7 @@ from kvatlas.runtime.certificate_files import RenewedContext
 
 MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
-"""Paths that are served without a token, and in the reserve: the machine's own probes ask them, and learn one bit."""
-_OPERATORS = frozenset({"/", "/clear", "/events", "/metrics", "/status"})
-_OPERATORS_PREFIX = "/kvatlas/"
+"""Paths that are served to everyone, also in the reserve: the machine's own probes ask them, and learn one bit."""
 _KEY_HEADERS = (b"x-api-key", b"api-key")
 """Headers in which clients of Anthropic and Azure send a key."""
 _OWN_SITES = (b"same-origin", b"none")
@@ -40,6 +38,8 @@ class HttpAccess:
     key_file: Path | None = None
     tokens: Sequence[bytes] = ()
     client_ca_file: Path | None = None
+    origins: Sequence[str] = ()
+    gated: bool = False
 
     @property
     def address_share(self) -> int:
@@ -53,6 +53,27 @@ class HttpAccess:
             return None
         files = [file for file in (self.cert_file, self.key_file, self.client_ca_file) if file is not None]
         return RenewedContext("HTTP server", self._build, files)
+
+    def why_foreign(self, method: str, headers: Mapping[bytes, bytes], *, near: bool) -> str:
+        """Why a request may come from a page in a browser that must not use the server, in one line; empty if not. `near`: the
+        server is on loopback.
+
+        Without tokens, who reaches a server is trusted, but a page in a browser on that machine reaches it too. What a page may
+        send without permission is a POST that is not JSON, and it may read answers if its own name leads to loopback (DNS
+        rebinding)."""
+        origin = headers.get(b"origin")
+        if self.tokens or self.gated or "*" in self.origins or (origin or b"").decode("latin-1") in self.origins:
+            return ""
+        host = headers.get(b"host", b"")
+        if near and not _is_our_own(host.decode("latin-1")):
+            named = host[:80].decode("latin-1")
+            return f"Host is {named!r}, but this server is on loopback: ask for localhost, also in a proxy before it"
+        if method == "POST" and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
+            site = headers.get(b"sec-fetch-site")
+            is_own = site in _OWN_SITES if site is not None else origin is None or origin.partition(b"://")[2] == host
+            if not is_own:
+                return "the request comes from a page of another site; send JSON (Content-Type: application/json)"
+        return ""
 
     def _build(self) -> ssl.SSLContext:
         assert self.cert_file is not None
@@ -71,27 +92,6 @@ class HttpAccess:
                 file = f"--http-client-ca-file {str(self.client_ca_file)!r}"
                 raise SettingsError(f"{file} has no certificates: {error.strerror or error}") from None
         return context
-
-
-def why_foreign(method: str, path: str, headers: Mapping[bytes, bytes]) -> str:
-    """Why a server on loopback does not serve an operators' call, in one line; empty if it does. `path`: decoded.
-
-    Who reaches such a server is trusted, but a page in a browser on that machine reaches it too. What a page may send without
-    permission is a POST that is not JSON, and it may read answers if its own name leads to loopback (DNS rebinding). No page of
-    another site sends an `Authorization`."""
-    path = path.rstrip()  # routes ignore a line end
-    if not (path in _OPERATORS or path.startswith(_OPERATORS_PREFIX)) or b"authorization" in headers:
-        return ""
-    host = headers.get(b"host", b"")
-    if not _is_our_own(host.decode("latin-1")):
-        named = host[:80].decode("latin-1")
-        return f"Host is {named!r}, but this server is on loopback: ask for localhost, also in a proxy before it"
-    if method == "POST" and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
-        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
-        is_own = site in _OWN_SITES if site is not None else origin is None or origin.partition(b"://")[2] == host
-        if not is_own:
-            return "the request comes from a page of another site; send JSON (Content-Type: application/json)"
-    return ""
 
 
 def _is_our_own(host: str) -> bool:

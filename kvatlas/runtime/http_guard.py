@@ -1,7 +1,7 @@
 """What stands between a connection and an application; `bounded_protocol` reads the requests.
 
-`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets, operators' calls from a
-browser's pages and, if the server has tokens, requests without one of them (except probes).
+`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets and, except for probes,
+requests without a token, or if the server has no tokens, those of a browser's pages.
 """
 
 import hmac
@@ -14,12 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in, why_foreign
+from kvatlas.runtime.error_form import error_form
+from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in
 from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"
 """Key in a request's scope: the names in its client's certificate, a frozenset."""
+PROVEN = "kvatlas.proven"
+"""Key in a request's scope: the token of the server's that it has, in bytes."""
 ON_LEAVE = "kvatlas.on_leave"
 """Key in a request's scope: takes a function, which is called if the client leaves before the answer's end. It costs less than
 a task that waits for the disconnect."""
@@ -69,7 +72,7 @@ class HttpBorder:
         *,
         near: bool = False,
     ) -> None:
-        """`near`: it listens on loopback, so pages in a browser there must not use it."""
+        """`near`: it listens on loopback."""
         self._near = near
         self._application = application
         self._access = access
@@ -95,7 +98,9 @@ class HttpBorder:
             self._counters.upgrade += 1
             line = 'WebSockets are not supported; send plain HTTP requests, streamed with `"stream": true`'
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
-        elif self._near and (why := why_foreign(scope["method"], scope["path"], headers)):
+        elif scope["path"] not in PROBES and (
+            why := self._access.why_foreign(scope["method"], headers, near=self._near)
+        ):
             self._counters.denied += 1
             await self._refuse(scope, send, 403, why, (b"connection", b"close"))
         elif not self._is_allowed(scope):
@@ -108,12 +113,15 @@ class HttpBorder:
             await self._application(scope, bounded, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        """True if the request has a valid token or needs none. Browsers send no token with OPTIONS."""
+        """True if the request has a valid token (`PROVEN`) or needs none. Browsers send no token with OPTIONS."""
         if not self._access.tokens or scope["path"] in PROBES or scope["method"] == "OPTIONS":
             return True
         # compare all of them, each in constant time, so that the duration says nothing about a token
-        matches = [hmac.compare_digest(key, one) for key in keys_in(scope["headers"]) for one in self._access.tokens]
-        return any(matches)
+        shown = keys_in(scope["headers"])
+        matched = [one for one in self._access.tokens for key in shown if hmac.compare_digest(key, one)]
+        if matched:
+            scope[PROVEN] = matched[0]
+        return bool(matched)
 
     def _record_too_long(self, scope: Scope, error: BodyTooLong) -> None:
         self._counters.too_long += 1
@@ -121,8 +129,7 @@ class HttpBorder:
 
     async def _refuse(self, scope: Scope, send: Send, status: int, line: str, header: tuple[bytes, bytes]) -> None:
         self._report(scope, status, line)
-        error = {"message": line, "type": "invalid_request_error", "param": None, "code": _CODES.get(status)}
-        body = json.dumps({"error": error}).encode()
+        body = json.dumps(error_form(scope["path"], status, line, code=_CODES.get(status))).encode()
         length = (b"content-length", str(len(body)).encode())
         headers = [(b"content-type", b"application/json"), length, header]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -182,8 +189,7 @@ class ProbesOnly:
         if scope["path"] in PROBES:
             await self._application(scope, receive, send_last)
             return
-        error = {"message": TOO_MANY, "type": "server_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = json.dumps(error_form(scope["path"], 503, TOO_MANY)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
         await send_last(start)

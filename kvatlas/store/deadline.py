@@ -73,7 +73,8 @@ class LateCalls:
                 raise TimeoutError
             return task.result()
         finally:
-            del task  # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
+            # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
+            del task
 
     def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a call that nothing waits for. It handles what the store raises."""

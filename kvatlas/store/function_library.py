@@ -150,8 +150,8 @@ class FunctionLibrary:
         await store.load_functions(self.code)
 
     async def prepare(self, store: Store) -> None:
-        """Do before the first call what would make it late: read the code, load it if the server has none, and mark it as used.
-        If the store fails, the first call does it and reports that."""
+        """Do in advance what would make the first call late: read the code, load it if the server has none, and mark it as
+        used. If the store fails, the first call does it and reports that."""
         try:
             await self._mark(store)
         except (Unreachable, RedisError):

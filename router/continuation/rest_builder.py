@@ -17,7 +17,7 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
+"""How an answer with reasoning begins if its engine does not parse reasoning; templates change or drop it."""
 
 
 class RestBuilder:

@@ -18,7 +18,7 @@ from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_builder import RestBuilder
 from kvatlas_router.continuation.sent_answer import SentAnswer
 from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
-from kvatlas_router.continuation.thoughts import Thoughts, ThoughtEnds
+from kvatlas_router.continuation.thoughts import ThoughtEnds, Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 

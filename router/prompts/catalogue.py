@@ -24,7 +24,10 @@ LOOK_AGAIN_S = 0.1
 LOOK_S = 1.0
 """Limit on the duration of that read."""
 MOST_TENANTS = 1_024
-"""Limit of what is remembered by tenant; clients may name any."""
+"""Number of tenants for which something is remembered; clients may name any."""
+GONE_S = 3_600.0
+"""A model whose last worker is gone keeps its name this long: requests for it find no worker and may be retried, while a name
+that doesn't exist is an error for good."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -66,8 +69,10 @@ class Catalogue:
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
-        """The records and the version of the lists from which the next three follow."""
+        """The records, and the version of the lists, from which the next three are derived."""
         self._served: dict[tuple[str | None, str | None], ServedModel] = {}
+        self._remembered: dict[tuple[str, str | None], tuple[ServedModel, float]] = {}
+        """What each name stood for, and when it was last known; the oldest first."""
         self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
         self._asked: dict[tuple[Scope, str | None], Sequence[str]] = {}
         self._kinds: dict[str, EngineKind] = {}
@@ -87,9 +92,11 @@ class Catalogue:
     async def scope_of(
         self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
     ) -> Scope | None:
-        """The identity scope of a request that names this model; None if no engine serves it. Without a name, the fleet's model
-        if there is only one."""
+        """The identity scope of a request that names this model; None if no engine serves it or did within GONE_S. Without a
+        name, the fleet's model if there is only one."""
         served = await self._find(name, seen_by)
+        if name is not None:
+            served = self._remember((name, seen_by), served)
         if served is None:
             return None
         return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
@@ -216,6 +223,17 @@ class Catalogue:
             await self._lists.refresh(self._urls, UNKNOWN_AGE_S)
             found = self._find_known(name, seen_by)
         return found
+
+    def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
+        """What the name stands for, or did within GONE_S."""
+        if served is None:
+            known, at = self._remembered.get(key, (None, 0.0))
+            return known if self._clock() - at <= GONE_S else None
+        self._remembered.pop(key, None)
+        self._remembered[key] = served, self._clock()
+        if len(self._remembered) > MOST_TENANTS:
+            del self._remembered[next(iter(self._remembered))]
+        return served
 
     def _find_known(self, name: str | None, seen_by: str | None) -> ServedModel | None:
         records, key = self._current().values(), (name, seen_by)

@@ -15,7 +15,7 @@ class NameLookups:
         self._running: dict[str, asyncio.Task[list[str]]] = {}
 
     async def addresses(self, name: str) -> list[str]:
-        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for what is no name."""
+        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for text that is not a name."""
         known_at, known = self._known.get(name, (0.0, []))
         if known and asyncio.get_running_loop().time() - known_at <= RESOLVED_S:
             return known

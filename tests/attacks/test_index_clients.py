@@ -23,7 +23,9 @@ pytestmark = pytest.mark.anyio
 PER_MINUTE = 4
 
 
-async def test_a_clients_limits_hold_for_all_protocols_together(store: Store, valkey_url: str, tmp_path: Path) -> None:
+async def test_a_clients_limits_hold_for_all_protocols_together(
+    store: Store, valkey_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A stream of questions is no way around them; nor is a long list, which is refused before it is read."""
     index = await open_redis_index(store, writer=True)
     await write(store, record("b", "http://b:8000"))
@@ -49,6 +51,7 @@ async def test_a_clients_limits_hold_for_all_protocols_together(store: Store, va
         for key, tokens, why in ((OTHER, 200_000, "bytes"), (ACME, 4_000_001, "entries")):
             code, line = await refusal(key, OverlapRequest(model=MODEL, token_ids=[1] * tokens))
             assert code is grpc.StatusCode.INVALID_ARGUMENT and why in (line or "")
+        assert "request of client other refused: the message has 200" in caplog.text
         used = await ask(port, *(query(number, keyspace()) for number in range(2)), **bearer(OTHER))
         assert [len(one) for one in used.values()] == [1, 1]
         for _ in range(PER_MINUTE - 2):

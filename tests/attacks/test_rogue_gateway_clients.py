@@ -134,6 +134,9 @@ async def test_paths_of_administration_and_bodies_that_the_picker_can_not_read_r
         for content in (b"{", b"[" * 100_000, b'{"model": "\xff"}', b'{"prompt": "\\ud800", "model": "m"}'):
             answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code == 400, content[:20]
+        for kind in ("text/plain", "image/png"):  # an engine may read any of them as JSON
+            answer = await client.post("/v1/new", content=b'{"a": "\\ud800"}', headers={"content-type": kind})
+            assert answer.status_code == 400, kind
         await attacked.gateway.nothing_is_booked()
         assert (await client.post("/v1/completions", json=body())).status_code == 200
 

@@ -207,6 +207,11 @@ async def test_operators_calls_need_their_token_and_take_the_tenant_from_a_heade
         headers = {**bearer(OPERATOR), "x-kvatlas-tenant": "acme"}
         proven = (await client.post(route, json=hints(avoid=["acmes"]), headers=headers)).json()
         assert proven["predicted_cached_tokens"] > 150
+        for proof in ({"x-api-key": OPERATOR}, {"api-key": OPERATOR, "authorization": "Basic any"}):
+            same = {**proof, "x-kvatlas-tenant": "acme"}
+            assert (await client.post(route, json=hints(avoid=["acmes"]), headers=same)).json()[
+                "predicted_cached_tokens"
+            ] > 150
         headers["x-kvatlas-tenant"] = "other"
         assert (await client.post(route, json=hints(), headers=headers)).json()["predicted_cached_tokens"] == 0
         for path in ("/pause", "/resume", "/is_paused", "/shutdown", "/v1/load_lora_adapter"):

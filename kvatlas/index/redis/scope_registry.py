@@ -143,7 +143,7 @@ class ScopeRegistry:
             return
         if await self._store.ask(self._store.client.hlen(USAGE_SCOPES)) >= MOST_USED_SCOPES:
             for reader in usage:
-                await reader.fold(spent)
+                await reader.merge(spent)
             return
         names = {scope_id: scope.canonical for scope_id, scope in (await self.known(spent)).items()}
         if names:

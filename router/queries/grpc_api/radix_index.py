@@ -116,7 +116,7 @@ class RadixIndex:
         )
         matches, _ = await self._api.find(await self._api.prompt_of(question, caller))
         blocks: dict[str, int] = {}
-        for match in matches:  # the deepest first: of an engine's ranks at one address, it counts
+        for match in matches:  # deepest first, because only the deepest of an engine's ranks at one address is kept
             if match.endpoint.url and match.block_size == keyspace.block_size:
                 blocks.setdefault(match.endpoint.url, match.held.tokens // keyspace.block_size)
         return [

@@ -145,15 +145,19 @@ class GrpcServer:
     @asynccontextmanager
     async def _admitted(self, caller: Caller, request: Any) -> AsyncIterator[None]:
         """One question of this caller, within its limits. Raises OverLimit and InvalidValue."""
+        if self._entrance is None:
+            yield
+            return
         most = caller.limits.body_bytes
-        if most is not None and request.ByteSize() > most:
-            raise InvalidValue(f"the message has {request.ByteSize()} bytes; expected at most {most}")
-        permit = None if self._entrance is None else await self._entrance.admit_caller(caller)
+        if most is not None and (size := request.ByteSize()) > most:
+            line = f"the message has {size} bytes; expected at most {most}"
+            self._entrance.count_too_long(caller, line)
+            raise InvalidValue(line)
+        permit = await self._entrance.admit_caller(caller)
         try:
             yield
         finally:
-            if permit is not None:
-                permit.end()
+            permit.end()
 
     async def _overlap(self, request: OverlapRequest, caller: Caller, _: Context) -> OverlapResponse:
         given = [bool(request.token_ids), bool(request.hashes), bool(request.text)]

@@ -36,6 +36,7 @@ APPLICATION = Starlette(
         Route("/", _echo_length, methods=["GET", "POST", "OPTIONS"]),
         Route("/healthz", _echo_length),
         Route("/stream", _stream),
+        Route("/v1/{rest:path}", _echo_length, methods=["POST"]),
     ]
 )
 

@@ -67,3 +67,24 @@ def test_no_address_has_more_than_its_share_and_only_idle_ones_are_closed(steps:
                 shares.rest(one)
                 idle.append(one)
     assert not any(one.closed for one in members)
+
+
+class Looked(Connection):
+    """Counts how often it is looked up."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        Looked.times += 1
+        return id(self)
+
+
+def test_room_for_a_new_connection_is_found_without_a_search_through_the_idle_ones() -> None:
+    shares: ConnectionShares[Connection] = ConnectionShares(4_000, 2_000)
+    for address in ["10.0.0.1"] * 2_000 + ["10.0.0.2"] * 2_000:
+        shares.open(made := Looked(address), address)
+        shares.rest(made)
+    Looked.times = 0
+    last = Looked("b")
+    assert shares.open(last, "10.0.0.2") is Place.FULL
+    assert Looked.times < 50

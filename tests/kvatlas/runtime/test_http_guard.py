@@ -1,7 +1,8 @@
 """What an HTTP server refuses: what is too much, too late or without proof."""
 
+import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import trustme
 from kvatlas.errors import SettingsError
 from kvatlas.runtime.connection_shares import RESERVE, RESERVE_SHARE
 from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import listen
+from kvatlas.runtime.http_server import Listener, listen
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
 from tests.http_client import http_client
 from tests.kvatlas.runtime.http_listener import (
@@ -146,6 +147,38 @@ async def test_idle_connections_make_room_for_new_ones() -> None:
         assert await read_to_end(first) in (b"", b"0")
         await second.send(ASK)
         assert b"HTTP/1.1 200 " in await second.receive()
+
+
+@pytest.mark.parametrize("next_one", [UNFINISHED, UNFINISHED_BODY, b"\x01 no HTTP"])
+async def test_what_follows_a_refused_body_at_once_is_not_idle(
+    next_one: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that reads a request, or a refusal, makes no room for a new one."""
+    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    access = HttpAccess(body_bytes=LIMIT, header_s=60.0, connections=1, address_connections=1)
+    async with serving(access) as listener, connected(listener) as first:
+        await first.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await first.receive()).startswith(b"HTTP/1.1 413 ")
+        await first.send(b"x" * 1001 + next_one)
+        async with connected(listener) as second:
+            await second.send(ASK)
+            assert (await read_to_end(second)).startswith(b"HTTP/1.1 503 ")
+        assert listener.shares.is_nearly_full
+        if next_one == UNFINISHED_BODY:
+            await first.send(b"x")
+            assert (await first.receive()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_whose_refused_body_still_comes_is_not_idle() -> None:
+    access = HttpAccess(body_bytes=LIMIT, header_s=60.0, connections=1, address_connections=1)
+    async with serving(access) as listener, connected(listener) as first:
+        await first.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
+        assert (await first.receive()).startswith(b"HTTP/1.1 413 ")
+        async with connected(listener) as second:
+            await second.send(ASK)
+            assert (await read_to_end(second)).startswith(b"HTTP/1.1 503 ")
+        await first.send(b"x" * 1001 + ASK)
+        assert (await first.receive()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_body_that_does_not_come_gets_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,3 +323,66 @@ def test_limits_certificate_and_tokens_are_settings(
     file.write_text("two words\n")
     with pytest.raises(SettingsError, match="whose line 1 is not a token"):
         settings.load(**given, http_token_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("path", "forms"),
+    [
+        ("/v1/messages", "anthropic"),
+        ("/v1/messages/count_tokens", "anthropic"),
+        ("/v1/%6dessages", "anthropic"),
+        ("/v1/chat/completions", "openai"),
+        ("/", "openai"),
+    ],
+)
+async def test_every_refusal_has_the_form_of_the_paths_api(
+    path: str, forms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    ask = f"POST {path} HTTP/1.1\r\nhost: x\r\n".encode()
+    long_header = b"x-a: " + b"a" * 66_000
+    unfinished = ask + b"content-length: 10\r\n\r\n1"
+
+    async def refusal(listener: Listener, sent: bytes, client: str | None = None) -> tuple[int, Mapping[str, Any]]:
+        async with connected(listener, client) as stream:
+            await stream.send(sent)
+            ((status, body),) = answers_in(await read_to_end(stream))
+            return status, json.loads(body)
+
+    refused = []
+    async with serving(HttpAccess(body_s=0.2)) as listener:
+        for sent in (
+            ask + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n",
+            ask + b"bad header\r\n\r\n",
+            ask + b"host: y\r\n\r\n",
+            ask + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
+            ask + b"content-type: text/plain\r\norigin: http://y\r\n\r\n",
+            ask + long_header,
+            ask + long_header + b"\r\n\r\n",
+            unfinished,
+        ):
+            refused.append(await refusal(listener, sent))
+    async with serving(HttpAccess(tokens=(b"a",))) as listener:
+        refused.append(await refusal(listener, ask + b"connection: close\r\n\r\n"))
+    async with serving(HttpAccess(connections=1)) as listener, AsyncExitStack() as stack:
+        for number in range(1 + RESERVE):  # a place, then those for probes
+            own = f"127.0.0.{2 + number // RESERVE_SHARE}"
+            await (await stack.enter_async_context(connected(listener, own))).send(UNFINISHED)
+            if number in (0, RESERVE):
+                refused.append(await refusal(listener, ask + b"\r\n", "127.0.1.1"))
+    assert [status for status, _ in refused] == [400, 400, 400, 400, 403, 431, 431, 408, 401, 503, 503]
+    for status, body in refused:
+        if forms == "anthropic":
+            assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, status
+        else:
+            assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, status
+    types = [body["error"]["type"] for _, body in refused]
+    if forms == "anthropic":
+        assert types[4:] == [
+            "permission_error",
+            *["invalid_request_error"] * 3,
+            "authentication_error",
+            *["overloaded_error"] * 2,
+        ]
+    else:
+        assert types == [*["invalid_request_error"] * 9, *["server_error"] * 2]

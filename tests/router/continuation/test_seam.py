@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.continuation.cuts import Rest
-from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
+from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from tests.router.continuation.exact_engine import END, MARKERS, OPENED, PROMPT, START, ExactEngine
 from tests.router.continuation.mortal_engine import read_stream
 from tests.router.continuation.test_continued_streams import TOOL

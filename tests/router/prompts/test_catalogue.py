@@ -8,7 +8,7 @@ import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, FleetRecord
-from kvatlas_router.prompts.catalogue import FLEET_AGE_S, MOST_TENANTS, Catalogue
+from kvatlas_router.prompts.catalogue import FLEET_AGE_S, GONE_S, MOST_TENANTS, Catalogue
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
@@ -83,6 +83,24 @@ async def test_a_model_is_known_for_a_while_after_the_store_came_back_without_it
             fleet.records, fleet.now_s = records, fleet.now_s + 20
             assert await catalogue.scope_of("unknown") is None  # reads the fleet again
             assert await catalogue.scope_of(MODEL) == SCOPE
+
+
+async def test_a_model_without_workers_keeps_its_name_for_an_hour() -> None:
+    """Its requests find no worker, which passes; a model that does not exist is an error for good."""
+    fleet = Fleet()
+    fleet.open.set()
+    async with engine_client() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        assert await catalogue.scope_of(MODEL) == SCOPE
+        fleet.records = {}
+        for number in range(2 * MOST_TENANTS):  # names that clients make up push nothing out
+            assert await catalogue.scope_of(f"unknown {number}") is None
+        for after_s, scope in ((20, SCOPE), (GONE_S - 30, SCOPE), (40, None)):
+            fleet.now_s += after_s
+            assert await catalogue.scope_of("unknown") is None  # reads the fleet again
+            assert await catalogue.scope_of(MODEL) == scope
+        assert await catalogue.card(MODEL) is None
+        assert await catalogue.scope_of(MODEL, seen_by="acme") is None
 
 
 async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:

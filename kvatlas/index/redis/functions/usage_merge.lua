@@ -1,11 +1,11 @@
--- usage_fold: adds what these scopes spent to one sum without names.
+-- usage_merge: adds what these scopes spent to one sum without names.
 --
 -- KEYS 1 spent
 -- ARGV scope ids
 -- returns 0
 local NAMELESS = '\0\0\0\0\0\0\0\0'
 
-register('kvatlas_usage_fold', function(keys, args)
+register('kvatlas_usage_merge', function(keys, args)
   for _, scope_id in ipairs(args) do
     for tier = 0, 4 do
       local field = scope_id .. string.char(tier)

@@ -1,5 +1,5 @@
--- Folding one worker's messages into its record. The record is read in the same call and never taken from the caller, so a
--- replay, a zombie or a second owner changes nothing.
+-- The fence: applies one worker's messages if its record says that they are the next ones. The record is read in the same call
+-- and never taken from the caller, so a replay, a zombie or a second owner changes nothing.
 --
 -- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {incarnation -> {scope id -> 8 bytes
 --   for each of its entries in touched, without the scope id}}}
@@ -306,11 +306,11 @@ act[CODE.heads] = function(self, event)
   end)
 end
 
--- The fence: applies consecutive messages (seq `first` to `last`, joined by apply_call.py), or a part of one, if they are the
+-- Applies consecutive messages (seq `first` to `last`, joined by apply_call.py), or a part of one, if they are the
 -- next ones of the newest incarnation. If the record's seq lies among them, applying the first ones again changes nothing.
 -- A part: events from step `from` on; `ending` is 1 if the message ends with them; `ends` has the step after each event. Steps
 -- that are already applied are left out.
-local function fold(self, incarnation, first, last, events, from, ending, ends)
+local function fence(self, incarnation, first, last, events, from, ending, ends)
   local record, count, applied, whole = self.record, self.c.count, 0, ending ~= 0
   local messages = whole and last - first + 1 or 0
   if incarnation ~= record[INCARNATION] then
