@@ -5,6 +5,9 @@ from enum import StrEnum
 from kvatlas.errors import KvatlasError
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
+MOST_CHOICES = 8
+"""Each choice of an answer may need another request."""
+
 
 class ContinueMode(StrEnum):
     """Which requests' streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
@@ -18,7 +21,7 @@ class Why(StrEnum):
     """Why an answer was not continued."""
 
     SAMPLED = "sampled"  # neither temperature 0 nor a seed
-    CHOICES = "choices"  # several choices or prompts
+    CHOICES = "choices"  # several prompts, or too many choices
     BEAMS = "beams"
     ECHO = "echo"
     GUIDED = "guided"  # the grammar's state is lost
@@ -80,7 +83,7 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
     deterministic = is_deterministic(text)
     if mode is ContinueMode.DETERMINISTIC and not deterministic:
         return Why.SAMPLED
-    if text.choices > 1 or text.prompts > 1:
+    if text.prompts > 1 or text.choices > (MOST_CHOICES if text.api in (Api.CHAT, Api.COMPLETIONS) else 1):
         return Why.CHOICES
     if body.get("use_beam_search") or any(_is_more(body.get(name)) for name in ("best_of", "beam_width")):
         return Why.BEAMS

@@ -22,7 +22,7 @@ THINKING = "<think>"
 
 class RestBuilder:
     """Finds the rest, and builds its requests, from what the seam reads while events arrive. `prompt_ids`: the prompt's token
-    ids; empty unless the engine gave them for a chat."""
+    ids; empty unless the engine gave them for a chat. `index`: of the choice."""
 
     def __init__(
         self,
@@ -32,6 +32,8 @@ class RestBuilder:
         prompt_ids: Sequence[int],
         chat_events: ChatEvents | None,
         generate: GenerateEvents | None,
+        *,
+        index: int = 0,
     ) -> None:
         self.text = text
         self.prompt_ids = prompt_ids
@@ -45,10 +47,16 @@ class RestBuilder:
         self._generate = generate
         self._asks_as_chat = text.api in (Api.MESSAGES, Api.RESPONSES)
         self._with_ids = has_ids(text)
+        self._body = text.body
+        self._index = index
 
     def of_engines(self, kind: EngineKind, scope: Scope) -> None:
-        """Set the engines' kind and model, which decide how they read a conversation."""
-        self.text = self.text.of_engines(kind, scope)
+        """Set the engines' kind and model, which decide how they read a conversation. In vLLM a choice's seed has its index
+        added."""
+        seed = self._body.get("seed")
+        seeded = self._index and kind is EngineKind.VLLM and type(seed) is int
+        body = {**self._body, "seed": seed + self._index} if seeded else self._body
+        self.text = TextRequest(self.text.api, body, kind, scope)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
         """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:

@@ -17,6 +17,7 @@ from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import is_seen
 from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.continuation.choice_seams import ChoiceSeams
 from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -179,7 +180,8 @@ class AnswerRelay:
             return OpenedAnswer(answer)
         hides = self._hides_usage(request, continued)
         goes_on = continued.seam is not None
-        choices = 1 if request.text is None else request.text.all_choices
+        text = continued.next_request or request.text
+        choices = 1 if text is None else text.all_choices
         stream = EventStream(
             hide_usage=hides,
             hold=True,
@@ -260,6 +262,9 @@ class AnswerRelay:
     async def _finish(
         self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None, continued: ContinuedAnswer
     ) -> None:
+        if continued.awaits_choice:
+            await choice.done(answer.status)
+            return
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         whole = continued.whole_usage(usage)
         request.count_usage(whole)
@@ -275,7 +280,7 @@ class AnswerRelay:
         )
 
     async def _pass_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | None
+        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | ChoiceSeams | None
     ) -> Usage | None:
         rest = b""
         try:
@@ -288,13 +293,16 @@ class AnswerRelay:
         except TimeoutError:
             pass  # nothing that matters follows
         except EngineLost:
-            if not (stream.is_over if seam is None else seam.missing_end is not None):
+            if not (stream.is_over if seam is None else seam.missing_end is not None or seam.awaits_choice):
                 raise
         if seam is not None:
             rest = seam.end(rest)
             if (end := seam.missing_end) is not None:
                 await request.send({"type": "http.response.body", "body": rest + end})
                 return stream.usage
+            if seam.awaits_choice:
+                await request.send_part(rest)
+                return None
             if seam.error is not None or seam.why is None:
                 if rest:
                     await request.send_part(rest)
@@ -303,7 +311,7 @@ class AnswerRelay:
                     if seam.error is None
                     else EngineFailed(seam.error)
                 )
-        elif stream.error is None and _is_cut(request, stream):
+        if stream.error is None and _is_cut(request, stream):
             raise EngineLost("the stream ended before the answer was complete")
         if stream.error is not None:
             await request.end_failed(stream.error, rest)
@@ -318,7 +326,12 @@ class AnswerRelay:
         return passed
 
     async def _send_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
+        self,
+        request: ClientRequest,
+        answer: StreamedAnswer,
+        stream: EventStream,
+        passed: bytes,
+        seam: Seam | ChoiceSeams | None,
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
         request.count_sent(stream.parts)
@@ -327,7 +340,7 @@ class AnswerRelay:
             request.sent_events = seam.events
         if stream.is_over:  # clients disconnect as soon as they have the final event, or an error
             seen = stream.error is None or is_seen(request.for_engine.path, stream.error)
-            request.complete = seen if seam is None else seam.error is None
+            request.complete = seen if seam is None else seam.error is None and not seam.awaits_choice
         if passed:
             began_ns = time.perf_counter_ns()
             await request.send_part(passed)

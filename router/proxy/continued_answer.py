@@ -11,6 +11,7 @@ from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
 from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.continuation.choice_seams import ChoiceSeams, seam_of
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
@@ -56,7 +57,7 @@ class ContinuedAnswer:
     read_prompt: ReadPrompt
     kind_of: KindOf
     why: Why | None = None
-    seam: Seam | None = None
+    seam: Seam | ChoiceSeams | None = None
     goes_on: bool = False
     lost: str = ""
     _next: _Next | None = None
@@ -82,7 +83,7 @@ class ContinuedAnswer:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam = Seam(text, ends)
+            answer.seam = seam_of(text, ends)
         return answer
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
@@ -118,11 +119,16 @@ class ContinuedAnswer:
             return usage
         return self.seam.usage.whole
 
+    @property
+    def awaits_choice(self) -> bool:
+        """True if one choice has ended, and another engine must continue the next; see `ChoiceSeams`."""
+        return self.seam is not None and self.seam.awaits_choice
+
     # ------------------------------------------------------------ after an engine died
 
-    async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
-        """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
-        self.lost = str(error)
+    async def prepare(self, read: RequestPrompt, error: Exception | None = None) -> RequestPrompt:
+        """The prompt of the rest, once `error` ended the engine's part, or the next choice is due. Raises CannotContinue."""
+        self.lost = str(error) if error is not None else self.lost
         seam = self.seam
         if seam is None:
             raise CannotContinue(self.why)
@@ -145,7 +151,7 @@ class ContinuedAnswer:
             raise CannotContinue(Why.NO_WORKER) from away
         return found
 
-    async def _ask_for(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _ask_for(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The request for the rest, and its prompt."""
         if rest.reasoned:
             return await self._ask_within_reasoning(seam, rest)
@@ -166,7 +172,7 @@ class ContinuedAnswer:
         rest = replace(rest, is_known=fits is not None)
         return _Next(rest, tokens, api, body), found
 
-    async def _ask_within_reasoning(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _ask_within_reasoning(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The same for an answer with reasoning, whose markers must be known."""
         prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.builder.text.model_id):
@@ -194,7 +200,7 @@ class ContinuedAnswer:
         raise CannotContinue(Why.REASONING)
 
     async def _ask_as_chat(
-        self, seam: Seam, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
+        self, seam: Seam | ChoiceSeams, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
         """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
         begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
@@ -224,7 +230,7 @@ class ContinuedAnswer:
         """Let the current engine go on, since there is no other."""
         self._next = None
 
-    def _is_stuck(self, seam: Seam) -> bool:
+    def _is_stuck(self, seam: Seam | ChoiceSeams) -> bool:
         """True if the current engine took over here, and got no further."""
         return self.goes_on and self._reached == seam.reached
 
@@ -242,7 +248,7 @@ class ContinuedAnswer:
         else:
             await self.request.break_off(ErrorKind.BAD_GATEWAY, self.lost)
 
-    async def _count(self, seam: Seam, rest: Rest) -> int:
+    async def _count(self, seam: Seam | ChoiceSeams, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
         if rest.lag == 0 or not rest.parts:

@@ -187,11 +187,17 @@ class WorkerAttempts:
                     self._ejections.record_unknown(pool_id, one)
         finally:
             await self._admission.end(read.prompt, choice)
+        if continued.awaits_choice:
+            attempts.number, attempts.free = attempts.number - 1, True  # no engine failed
+            return await self._go_on(attempts)
         return True
 
-    async def _go_on(self, attempts: Attempts, worker_id: str, error: EngineLost | EngineFailed) -> bool:
-        """Handle an answer whose engine died in the middle. False to let another worker go on; True if it has ended."""
-        attempts.tried |= {worker_id}
+    async def _go_on(
+        self, attempts: Attempts, worker_id: str | None = None, error: EngineLost | EngineFailed | None = None
+    ) -> bool:
+        """Handle an answer whose engine, this worker, died in the middle, or one of whose choices has ended after that. False
+        to let another worker go on; True if it has ended."""
+        attempts.tried |= {worker_id} if worker_id is not None else frozenset()
         attempts.apart = False
         try:
             attempts.read = await attempts.answer.prepare(attempts.read, error)
