@@ -4,6 +4,7 @@ between them, and only so many other values."""
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from secrets import token_hex
 from typing import Any
 
@@ -29,14 +30,10 @@ async def read_question_body(body: bytes) -> dict[str, Any]:
         return read_object(body)[0]
     found = _TOKEN_IDS.search(body)
     end = -1 if found is None else body.find(b"]", found.end())
-    if found is None or end < 0:
-        return await _read_in_thread(body)
-    marker = token_hex(8)
-    read = await _read_in_thread(b'%b"%b"%b' % (body[: found.end() - 1], marker.encode(), body[end + 1 :]))
-    if read.get("token_ids") != marker:  # it is within a text or another object
-        return await _read_in_thread(body)
-    read["token_ids"] = await _read_list(body, found.end(), end)
-    return read
+    if found is not None and end >= 0:
+        with suppress(UnreadableBody):  # the list is within a text or another object, or has more than numbers
+            return await _read_around(body, found.end(), end)
+    return await _read_in_thread(body)
 
 
 async def copy_in_slices(tokens: Sequence[int]) -> list[int]:
@@ -46,6 +43,16 @@ async def copy_in_slices(tokens: Sequence[int]) -> list[int]:
         copied += tokens[first : first + SLICE_TOKENS]
         await asyncio.sleep(0)
     return copied
+
+
+async def _read_around(body: bytes, start: int, end: int) -> dict[str, Any]:
+    """Read a body whose list of token ids extends from `start` to `end`. Raises UnreadableBody if it is no such list."""
+    marker = token_hex(8)
+    read = await _read_in_thread(b'%b"%b"%b' % (body[: start - 1], marker.encode(), body[end + 1 :]))
+    if read.get("token_ids") != marker:
+        raise UnreadableBody("token_ids is not in the body itself")
+    read["token_ids"] = await _read_list(body, start, end)
+    return read
 
 
 async def _read_list(body: bytes, start: int, end: int) -> list[Any]:
