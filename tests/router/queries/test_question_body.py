@@ -95,6 +95,8 @@ async def test_a_question_of_a_million_token_ids_is_answered(store: Store, valke
     await open_redis_index(store, writer=True)
     await write(store, record("w", "http://w:8000"))
     async with running_index_server(valkey_url) as (client, _):
-        for length, status in ((1 << 20, 200), ((1 << 20) + 1, 400)):
-            body = json.dumps({"model": MODEL, "token_ids": [7] * length}, separators=(",", ":"))
-            assert (await client.post("/query", content=body)).status_code == status
+        for path, most in (("/query", 1 << 20), ("/kvatlas/overlap", 1 << 17)):
+            for length, status in ((most, 200), (most + 1, 400)):
+                name = "model" if path == "/query" else "model_id"
+                body = json.dumps({name: MODEL, "token_ids": [7] * length}, separators=(",", ":"))
+                assert (await client.post(path, content=body)).status_code == status
