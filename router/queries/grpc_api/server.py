@@ -28,6 +28,7 @@ from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
 from kvatlas_router.queries.grpc_api.radix_index import SERVICE as SMG_SERVICE
 from kvatlas_router.queries.grpc_api.radix_index import RadixIndex
 from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, MAX_TOKENS, Form, Question, check_length
+from kvatlas_router.queries.question_body import copy_in_slices
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.limits import OverLimit
@@ -37,7 +38,8 @@ SERVICE = "kvatlas.index.v1.Index"
 SGLANG_SERVICE = "kv_indexer.v1.KVIndexer"
 MODEL_KEY = "x-kvatlas-model"
 """Metadata with the model, since SGLang's queries name none. Without it, the fleet must serve only one model."""
-MOST_MESSAGE_BYTES = 16 << 20
+MOST_MESSAGE_BYTES = 3 * MAX_TOKENS
+"""Token ids below 2^21 take at most 3 bytes. Longer messages would delay others while they are decoded."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 _STATUS: Mapping[type[KvatlasError], grpc.StatusCode] = {
@@ -177,7 +179,7 @@ class GrpcServer:
                 request.model,
                 request.adapter or None,
                 ANY_TENANT,
-                list(request.token_ids) or None,
+                await copy_in_slices(request.token_ids) or None,
                 pack_hashes(list(request.hashes)),
                 request.block_size or None,
                 None,
