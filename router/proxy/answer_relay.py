@@ -299,7 +299,9 @@ class AnswerRelay:
                 if rest:
                     await request.send_part(rest)
                 raise (
-                    EngineLost("the stream ended before the answer was complete") if seam.error is None else EngineFailed(seam.error)
+                    EngineLost("the stream ended before the answer was complete")
+                    if seam.error is None
+                    else EngineFailed(seam.error)
                 )
         elif stream.error is None and _is_cut(request, stream):
             raise EngineLost("the stream ended before the answer was complete")

@@ -15,7 +15,7 @@ from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import Seam
-from kvatlas_router.continuation.thoughts import Markers, markers_of
+from kvatlas_router.continuation.thoughts import Markers, ThoughtEnds, markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
@@ -73,15 +73,16 @@ class ContinuedAnswer:
         counters: ContinuationCounters,
         read_prompt: ReadPrompt,
         kind_of: KindOf,
+        ends: ThoughtEnds,
     ) -> "ContinuedAnswer":
-        """The answer of a request that was not sent yet."""
+        """The answer of a request that was not sent yet. `ends`: its pool's."""
         answer = cls(request, counters, read_prompt, kind_of)
         text = request.text
         if mode is ContinueMode.OFF or text is None or not text.streamed:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam = Seam(text)
+            answer.seam = Seam(text, ends)
         return answer
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
@@ -186,6 +187,8 @@ class ContinuedAnswer:
                 if (found := await self._ask_as_chat(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
                     return found
                 continue
+            if not seam.builder.knows_end(marked):
+                break
             body = seam.builder.body_of_ids(prompt_ids, ids, tokens, marked)
             return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
         raise CannotContinue(Why.REASONING)

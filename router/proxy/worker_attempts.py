@@ -14,6 +14,7 @@ from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why
+from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.ejection.avoidance import EnginesRest
@@ -70,14 +71,19 @@ class WorkerAttempts:
         self._counters = counters
         self._admission = admission
         self._most_attempts = most_attempts
+        self._thought_ends: dict[str, ThoughtEnds] = {}
+        """By pool."""
 
     async def run(self, request: ClientRequest, read: RequestPrompt, read_prompt: ReadPrompt) -> None:
         """Try workers until one answers, or none is left to try. The client gets an answer in any case. `read_prompt`: reads
         what is asked for the rest of an answer."""
+        pool_id = read.prompt.scope.pool_id
+        if (ends := self._thought_ends.get(pool_id)) is None:
+            ends = self._thought_ends[pool_id] = ThoughtEnds()
         answer = ContinuedAnswer.of(
-            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
+            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of, ends
         )
-        attempts = Attempts(request, read, answer, read.prompt.scope.pool_id)
+        attempts = Attempts(request, read, answer, pool_id)
         self._ejections.retry_budget(attempts.pool_id).record_request()
         if await self._try_workers(attempts):
             return

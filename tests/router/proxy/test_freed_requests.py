@@ -11,8 +11,8 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.reservations.redis_calls import pool_keys
+from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy.attempts import Attempts
 from kvatlas_router.proxy.client_request import ClientRequest
@@ -67,7 +67,10 @@ ENDS = {
     "lost": (HEAD + chunk(EVENT), "off"),
     "lost with a seam": (HEAD + chunk(EVENT), "all"),
     "cut": (HEAD + chunk(EVENT) + b"0\r\n\r\n", "off"),
-    "error": (HEAD + chunk(EVENT) + chunk(b'data: {"error": {"message": "no", "code": 500}}\n\n') + b"0\r\n\r\n", "off"),
+    "error": (
+        HEAD + chunk(EVENT) + chunk(b'data: {"error": {"message": "no", "code": 500}}\n\n') + b"0\r\n\r\n",
+        "off",
+    ),
     "nothing": (b"", "off"),
 }
 
@@ -102,7 +105,7 @@ async def test_a_connection_is_freed_when_its_client_closes_it(store: Store, val
 
 
 PART_OF_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-DEPARTURES = {
+DEPARTURES: dict[str, tuple[bytes, dict[str, object]]] = {
     "before its tokens": (b"", {"prompt": "a text"}),
     "before the first byte": (b"", {"prompt": PROMPT, "stream": True}),
     "within JSON": (PART_OF_JSON, {"prompt": PROMPT}),
@@ -111,9 +114,7 @@ DEPARTURES = {
 
 
 @pytest.mark.parametrize("departure", DEPARTURES)
-async def test_nothing_is_left_of_a_request_whose_client_leaves(
-    store: Store, valkey_url: str, departure: str
-) -> None:
+async def test_nothing_is_left_of_a_request_whose_client_leaves(store: Store, valkey_url: str, departure: str) -> None:
     """Whatever its engine does: it counts once, and has no booking."""
     first, body = DEPARTURES[departure]
     _, _, reservations, *_ = pool_keys(SCOPE.pool_id)
@@ -134,4 +135,10 @@ async def test_nothing_is_left_of_a_request_whose_client_leaves(
         await until(is_free, what="its booking is gone")
         counted = await status(client)
         proxy = counted["proxy"]
-        assert (proxy["gone"], proxy["broken"], proxy["gave_up"], proxy["cut"], counted["outliers"]["bad"]) == (1, 0, 0, 0, 0)
+        assert (proxy["gone"], proxy["broken"], proxy["gave_up"], proxy["cut"], counted["ejections"]["bad"]) == (
+            1,
+            0,
+            0,
+            0,
+            0,
+        )
