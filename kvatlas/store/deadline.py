@@ -66,12 +66,14 @@ class LateCalls:
                 if task.done():
                     break
                 await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._keep(task)  # if it has just failed, too, its error is retrieved
+            raise
         finally:
             timer.cancel()
-            if not task.done():
-                self._keep(task)
         try:
             if not task.done():
+                self._keep(task)
                 raise TimeoutError
             return task.result()
         finally:
