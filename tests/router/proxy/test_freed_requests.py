@@ -11,8 +11,8 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvatlas.http.bounded_protocol import BoundedProtocol
 from kvatlas.reservations.redis_calls import pool_keys
-from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy.attempts import Attempts
 from kvatlas_router.proxy.client_request import ClientRequest
