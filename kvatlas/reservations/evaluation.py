@@ -5,7 +5,7 @@ The Lua twin is `functions/_evaluation.lua`. It finds the same worker without lo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -52,8 +52,8 @@ class UsablePrediction(NamedTuple):
 class Candidates(NamedTuple):
     """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
 
-    `rings`: each worker's distance from the ask's place on the ring; -1 for an offer that names its worker. `held_tokens`: what
-    each holds, if that is looked up.
+    `rings`: ties go to the lowest (see `_row_members`); -1 for an offer that names its worker. `held_tokens`: what each holds,
+    if that is looked up.
     """
 
     offers: Sequence[Offer]
@@ -72,29 +72,42 @@ class Candidates(NamedTuple):
         chain of its lookup workers hold. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
-        named = {*(offer.worker_id for offer in offers), *ask.skipped}
-        likenesses = [each.likeness for each in ask.look_alikes]
-        look_alikes = {each.likeness: each for each in ask.look_alikes}
         held_tokens: list[int] = []
         has_room = ask.limits is None or ask.limits.look_alikes_have_room
-        found = 0
-        for worker_id, (likeness, limit) in members.items():
-            group = look_alikes.get(likeness)
-            found += group is not None
-            if group is not None and worker_id not in named:
-                if ask.lookup is None:
-                    offers.append(group.offer._replace(worker_id=worker_id))
-                else:
-                    row = ask.lookup.row_of(worker_id, likeness, likenesses)
-                    group, chain = ask.look_alikes[row], ask.lookup.chains[row]
-                    held_tokens.append(0 if chain is None else depths[chain].get(worker_id, 0) * chain.tokens)
-                    offers.append(offer_holding(ask, row, worker_id, held_tokens[-1]))
-                slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
-                limits.append(Limit(slots, kv_tokens, group.decode_us))
-                rings.append((place_on_ring(worker_id) - ask.ring) % RING)
-        if found < ask.least_members or not offers:
-            raise LookAlikesUnknown(f"{found} look-alikes for an ask; expected at least {ask.least_members}")
+        for worker_id, row, ring in _row_members(ask, members):
+            group = ask.look_alikes[row]
+            if ask.lookup is None:
+                offers.append(group.offer._replace(worker_id=worker_id))
+            else:
+                chain = ask.lookup.chains[row]
+                held_tokens.append(0 if chain is None else depths[chain].get(worker_id, 0) * chain.tokens)
+                offers.append(offer_holding(ask, row, worker_id, held_tokens[-1]))
+            _, limit = members.get(worker_id, (b"", UNKNOWN_LIMIT))
+            slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
+            limits.append(Limit(slots, kv_tokens, group.decode_us))
+            rings.append(ring)
+        if not offers:
+            raise LookAlikesUnknown("no look-alikes for an ask")
         return cls(offers, limits, rings, held_tokens)
+
+
+def _row_members(ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> Iterator[tuple[str, int, int]]:
+    """The workers that get the offer of a row of look-alikes, each with the number of that row and with its distance from the
+    ask's place on the ring, or its place among those that a lookup names. Raises LookAlikesUnknown."""
+    if ask.lookup is not None and ask.lookup.named:
+        for place, (worker_id, row) in enumerate(ask.lookup.named.items()):
+            yield worker_id, row, place
+        return
+    others = {*(offer.worker_id for offer in ask.offers), *ask.skipped}
+    likenesses = [each.likeness for each in ask.look_alikes]
+    found = {id: likeness for id, (likeness, _) in members.items() if likeness in likenesses}
+    if len(found) < ask.least_members:
+        raise LookAlikesUnknown(f"{len(found)} look-alikes for an ask; expected at least {ask.least_members}")
+    for worker_id, likeness in found.items():
+        if worker_id not in others:
+            lookup, first = ask.lookup, likenesses.index(likeness)
+            row = first if lookup is None else lookup.row_of(worker_id, likeness, likenesses)
+            yield worker_id, row, (place_on_ring(worker_id) - ask.ring) % RING
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:

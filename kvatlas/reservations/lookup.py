@@ -17,6 +17,8 @@ MOST_LOOKED_UP = 8_192
 """Hashes of all chains in one ask. More would make the call's argument too long."""
 MOST_LOOKED_UP_CHAINS = 4
 """Chains of one ask: the store serves no one else while it looks. Pools with more shapes of blocks are looked up separately."""
+MOST_NAMED = 64
+"""Workers that a lookup may name."""
 MOST_ODD_BYTES = 32_768
 """Bytes of the odd workers in one ask, for the same reason."""
 
@@ -84,6 +86,9 @@ class Lookup:
     Several rows may have one likeness: the first is for all its workers but the `odd` ones, which have the row of that number.
     Marks are not read: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which
     costs `home_us` less than its row.
+
+    `named`: workers, each with the number of its row. If there are any, no others are candidates; ties go to the first of them,
+    and all are part of the answer.
     """
 
     scope: Scope
@@ -92,6 +97,7 @@ class Lookup:
     odd: Mapping[str, int] = field(default_factory=dict)
     home: str | None = None
     home_us: float = 0.0
+    named: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def distinct_chains(self) -> Sequence[LookupChain]:
@@ -99,6 +105,8 @@ class Lookup:
         return list({id(chain): chain for chain in self.chains if chain is not None}.values())
 
     def row_of(self, worker_id: str, likeness: bytes, likenesses: Sequence[bytes]) -> int:
-        """The number of a worker's row. `likenesses`: those of all rows, among which is the worker's."""
+        """The number of a worker's row. `likenesses`: those of all rows, among which is that of a worker that is not named."""
+        if (row := self.named.get(worker_id)) is not None:
+            return row
         odd = self.odd.get(worker_id)
         return odd if odd is not None and likenesses[odd] == likeness else likenesses.index(likeness)

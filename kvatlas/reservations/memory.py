@@ -241,7 +241,7 @@ class MemoryReservations:
         ]
         found = evaluate(ask, candidates, loads, predicted, now)
         if ask.lookup is not None:
-            likeness = pool.workers[found.worker_id].likeness
+            likeness = pool.workers.get(found.worker_id, PoolWorker()).likeness
             row = ask.lookup.row_of(found.worker_id, likeness, [each.likeness for each in ask.look_alikes])
             looked_up = ask.lookup.chains[row]
             runs = () if looked_up is None else held[looked_up].get(found.worker_id, ())

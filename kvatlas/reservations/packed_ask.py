@@ -82,12 +82,13 @@ def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
         [(one.tokens, one.hashes) for one in chains],
         reuse,
     )
-    return b"".join((_head(10), before, odd, _pack_fields(lookup.home or "", lookup.home_us)))
+    after = _pack_fields(lookup.home or "", lookup.home_us)
+    return b"".join((_head(11), before, odd, after, pack_rows(lookup.named)))
 
 
-def pack_odd(odd: Mapping[str, int]) -> bytes:
-    """The odd workers of a lookup, each with the number of its row."""
-    return pack(list(chain.from_iterable((worker_id, row + 1) for worker_id, row in odd.items())))
+def pack_rows(row_of: Mapping[str, int]) -> bytes:
+    """Workers of a lookup, each with the number of its row."""
+    return pack([part for worker_id, row in row_of.items() for part in (worker_id, row + 1)])
 
 
 def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:

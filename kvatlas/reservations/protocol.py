@@ -140,7 +140,7 @@ class Ask:
     skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
 
     `lookup`: what each look-alike holds is looked up; then their offers are those of workers that hold nothing, and there are
-    no others. Such an ask may raise LookupImpossible. Only for reservations that `look_up`.
+    no others. It may name the workers that count. Such an ask may raise LookupImpossible. Only for reservations that `look_up`.
     """
 
     offers: Sequence[Offer]

@@ -17,7 +17,7 @@ class CircuitBreaker:
         self._rest_s = rest_s
         self._clock = clock
         self._failed = 0
-        self._next_try = 0.0
+        self._next_attempt = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -31,9 +31,9 @@ class CircuitBreaker:
         if not self.is_open:
             return True
         now = self._clock()
-        if now < self._next_try:
+        if now < self._next_attempt:
             return False
-        self._next_try = now + self._rest_s
+        self._next_attempt = now + self._rest_s
         return True
 
     def record_success(self) -> None:
@@ -44,4 +44,4 @@ class CircuitBreaker:
         """Record that the store did not answer."""
         self._failed += 1
         if self.is_open:
-            self._next_try = self._clock() + self._rest_s
+            self._next_attempt = self._clock() + self._rest_s

@@ -50,11 +50,13 @@ class LateCalls:
 
     def __init__(self) -> None:
         self.latency = StoreLatency()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._late: set[asyncio.Task[Any]] = set()
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
-        loop = asyncio.get_running_loop()
+        if (loop := self._loop) is None:  # asking for it takes Python 3.11 a system call
+            loop = self._loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         task = loop.create_task(self._measure(call, waiter))
         timer = loop.call_later(max(0.0, seconds), _end, waiter)
@@ -68,9 +70,13 @@ class LateCalls:
             timer.cancel()
             if not task.done():
                 self._keep(task)
-        if not task.done():
-            raise TimeoutError
-        return task.result()
+        try:
+            if not task.done():
+                raise TimeoutError
+            return task.result()
+        finally:
+            # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
+            del task
 
     def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a call that nothing waits for. It handles what the store raises."""

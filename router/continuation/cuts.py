@@ -74,7 +74,7 @@ class Cuts:
             return False
         if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
-        if self._thoughts.reasoned and not self._thoughts.keeps and END not in text[:at]:
+        if self._thoughts.reasoned and not self._thoughts.ends.keep and END not in text[:at]:
             behind = text[at : at + 1]
             if not behind or behind.isspace() or behind == END:
                 return False  # white space after it may be missing

@@ -34,7 +34,7 @@ class Why(StrEnum):
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently
     SAME_TOKEN = "same_token"  # noqa: S105 - a second engine died at the same token
     REFUSED = "refused"  # no engine took the request for the rest
-    NO_WORKER = "no_worker"  # none left, or no try left
+    NO_WORKER = "no_worker"  # none left, or no attempt left
 
 
 class CannotContinue(KvatlasError):

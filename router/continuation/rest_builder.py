@@ -98,8 +98,13 @@ class RestBuilder:
         """True if this number of tokens, counted in the answer's text, may be right: parsers remove white space after
         reasoning."""
         if rest.lag is None:
-            return self._is_inside(rest) or self._thoughts.keeps
+            return self._is_inside(rest) or self._thoughts.ends.keep is True
         return abs(rest.tokens - tokens) <= rest.lag
+
+    def knows_end(self, rest: Rest) -> bool:
+        """False if the client must get the end of its reasoning from the next engine's tokens, and it is not known what its
+        parser does with white space there."""
+        return self._thoughts.ends.keep is not None or (rest.parts > 0 and not rest.inside)
 
     def _is_inside(self, rest: Rest) -> bool:
         return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)

@@ -18,7 +18,7 @@ from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_builder import RestBuilder
 from kvatlas_router.continuation.sent_answer import SentAnswer
 from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
-from kvatlas_router.continuation.thoughts import Thoughts
+from kvatlas_router.continuation.thoughts import ThoughtEnds, Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
@@ -41,7 +41,8 @@ class Seam:
     that the client still needs.
     """
 
-    def __init__(self, text: TextRequest) -> None:
+    def __init__(self, text: TextRequest, ends: ThoughtEnds | None = None) -> None:
+        """`ends`: its pool's."""
         self.error: EngineError | None = None
         self.withheld = b""
         self.events = 0
@@ -60,7 +61,7 @@ class Seam:
         self._sent = SentAnswer()
         self._prompt_ids = array("q")
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
-        self._thoughts = Thoughts()
+        self._thoughts = Thoughts(ends or ThoughtEnds())
         self.builder = RestBuilder(
             text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate
         )

@@ -100,7 +100,7 @@ class AnswerReader:
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
             if self._text is not None and self.error is None and not self._stream.finished:
-                self.error = EngineError(UNKNOWN_STATUS, "the stream ended before the answer", b"")
+                self.error = EngineError(UNKNOWN_STATUS, "the stream ended before the answer was complete", b"")
             if self._objects is not None and self._objects.kept and self._stream.response_id is not None:
                 self.kept = (self._stream.response_id,)
         elif self._whole is not None:

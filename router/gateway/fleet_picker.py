@@ -19,6 +19,7 @@ from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull, Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_fields, fetch_of, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -29,7 +30,6 @@ from kvatlas_router.gateway.pool_pods import PoolPods
 from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.gateway.worker_addresses import Candidates, WorkerAddresses
-from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ErrorKind
 from kvatlas_router.proxy.engine_call import is_form
@@ -95,7 +95,7 @@ class FleetPicker:
         self._left = LeftBookings()
         self._holders = ObjectHolders(parts.fleet, parts.catalogue.records)
         self._booked_parts = BookedParts(
-            admission, parts.outliers, parts.progress, self._left, self._holders, self._book_served
+            admission, parts.ejections, parts.progress, self._left, self._holders, self._book_served
         )
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
@@ -349,7 +349,9 @@ class FleetPicker:
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""
         scope = self._any_scope(workers, asked.caller.tenant_id)
-        return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
+        return _Read(
+            self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id"), asked.caller), None
+        )
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
         """The scope of the model of a random candidate that may see the tenant's prompts. Raises NoWorkers."""

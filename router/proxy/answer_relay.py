@@ -1,4 +1,4 @@
-"""One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
+"""One attempt of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from kvatlas_router.proxy.client_request import ClientRequest
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import for_engine
-from kvatlas_router.proxy.predicted_try import sent_try
+from kvatlas_router.proxy.predicted_attempt import sent_attempt
 from kvatlas_router.proxy.reported_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
@@ -40,8 +40,8 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
+    EngineAttempt,
     EngineRequest,
-    EngineTry,
     StreamedAnswer,
     WholeAnswer,
     error_refusal,
@@ -110,8 +110,8 @@ class AnswerRelay:
         may_move: Callable[[frozenset[str], bool], bool],
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
-        """Send a request to the chosen engine, or to both engines of a pair; see `EngineTry` and `send_to_pair`.
-        `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
+        """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`.
+        `may_move`: see `SentAttempt`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
@@ -149,9 +149,9 @@ class AnswerRelay:
             added = {**trace_headers(span), **choice.headers}
             of_tenant = not request.is_trusted
             headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
-            sent = sent_try(choice, to_engine.path, request.text, may_move)
+            sent = sent_attempt(choice, to_engine.path, request.text, may_move)
             watched = self._progress.send(sent, asyncio.current_task())
-            async with EngineTry(self._engines, watched, choice.url, to_engine, headers) as answer:
+            async with EngineAttempt(self._engines, watched, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 
@@ -206,7 +206,7 @@ class AnswerRelay:
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
         if (goes_on and not stream.done) or _is_cut(request, stream):
-            raise EngineLost(f"{choice.url}: the stream ended before the answer")
+            raise EngineLost(f"{choice.url}: the stream ended before the answer was complete")
         return OpenedAnswer(answer, stream, rest)
 
     async def begin(
@@ -299,10 +299,12 @@ class AnswerRelay:
                 if rest:
                     await request.send_part(rest)
                 raise (
-                    EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
+                    EngineLost("the stream ended before the answer was complete")
+                    if seam.error is None
+                    else EngineFailed(seam.error)
                 )
         elif stream.error is None and _is_cut(request, stream):
-            raise EngineLost("the stream ended before the answer")
+            raise EngineLost("the stream ended before the answer was complete")
         if stream.error is not None:
             await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)

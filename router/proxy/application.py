@@ -27,17 +27,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.http.guard import ON_LEAVE
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.http_guard import ON_LEAVE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.client_access import ClientBorders, caller_of
+from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
-from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
@@ -178,8 +178,8 @@ class ProxyApplication:
 
     async def _status(self, _: Request) -> Response:
         """Counters, and findings that need attention."""
-        client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
-        ejected = {id: max(0.0, round(left, 3)) for id, left in outliers.ejected().items()}
+        client, ejections, tokens = self._parts.client, self._parts.ejections, self._parts.tokens
+        ejected = {id: max(0.0, round(left, 3)) for id, left in ejections.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
         progress = self._parts.progress
         return JSONResponse(
@@ -193,7 +193,7 @@ class ProxyApplication:
                 "ejected": ejected,
                 "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
-                "outliers": asdict(outliers.counters),
+                "ejections": asdict(ejections.counters),
                 "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),

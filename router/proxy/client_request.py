@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Send
 
-from kvatlas.runtime.error_form import error_form
+from kvatlas.http.error_form import error_form
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import error_event, is_seen
@@ -58,7 +58,7 @@ class ClientRequest:
     `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the name that it asks
     for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
-    `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
+    `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
     had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a

@@ -15,7 +15,7 @@ from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import Seam
-from kvatlas_router.continuation.thoughts import Markers, markers_of
+from kvatlas_router.continuation.thoughts import Markers, ThoughtEnds, markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
@@ -58,7 +58,7 @@ class ContinuedAnswer:
     why: Why | None = None
     seam: Seam | None = None
     goes_on: bool = False
-    lost: Exception | None = None
+    lost: str = ""
     _next: _Next | None = None
     _failure: tuple[EngineError, bytes] | None = None
     _reached: object = None
@@ -73,15 +73,16 @@ class ContinuedAnswer:
         counters: ContinuationCounters,
         read_prompt: ReadPrompt,
         kind_of: KindOf,
+        ends: ThoughtEnds,
     ) -> "ContinuedAnswer":
-        """The answer of a request that was not sent yet."""
+        """The answer of a request that was not sent yet. `ends`: its pool's."""
         answer = cls(request, counters, read_prompt, kind_of)
         text = request.text
         if mode is ContinueMode.OFF or text is None or not text.streamed:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam = Seam(text)
+            answer.seam = Seam(text, ends)
         return answer
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
@@ -121,7 +122,7 @@ class ContinuedAnswer:
 
     async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
         """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
-        self.lost = error
+        self.lost = str(error)
         seam = self.seam
         if seam is None:
             raise CannotContinue(self.why)
@@ -186,6 +187,8 @@ class ContinuedAnswer:
                 if (found := await self._ask_as_chat(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
                     return found
                 continue
+            if not seam.builder.knows_end(marked):
+                break
             body = seam.builder.body_of_ids(prompt_ids, ids, tokens, marked)
             return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
         raise CannotContinue(Why.REASONING)
@@ -237,7 +240,7 @@ class ContinuedAnswer:
         if failure is not None:
             await self.request.end_failed(*failure)
         else:
-            await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
+            await self.request.break_off(ErrorKind.BAD_GATEWAY, self.lost)
 
     async def _count(self, seam: Seam, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens

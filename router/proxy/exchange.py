@@ -1,4 +1,4 @@
-"""One request through the proxy, from its arrival to its record: reads the prompt, and leaves it to `WorkerTries`."""
+"""One request through the proxy, from its arrival to its record: reads the prompt, and leaves it to `WorkerAttempts`."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.request_trace import request_span
-from kvatlas_router.proxy.worker_tries import WorkerTries
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
@@ -51,7 +51,7 @@ class Exchange:
         catalogue: Catalogue,
         objects: ObjectHolders,
         admission: Admission,
-        tries: WorkerTries,
+        worker_attempts: WorkerAttempts,
         counters: ProxyCounters,
         settings: ExchangeSettings | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Exchange:
         self._catalogue = catalogue
         self._objects = objects
         self._admission = admission
-        self._tries = tries
+        self._worker_attempts = worker_attempts
         self._counters = counters
         self._settings = settings or ExchangeSettings()
         self._running: dict[asyncio.Task[Any], ClientRequest] = {}
@@ -176,7 +176,7 @@ class Exchange:
         async def read_prompt(text: TextRequest) -> RequestPrompt:
             return complete(await self._reader.read(text, request.id, request.caller), text)
 
-        await self._tries.run(request, complete(read, request.text), read_prompt)
+        await self._worker_attempts.run(request, complete(read, request.text), read_prompt)
 
     def _heeds_hints(self, request: ClientRequest) -> bool:
         return self._settings.request_hints and request.is_trusted
@@ -194,7 +194,7 @@ class Exchange:
             scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
             if request.caller.tenant_id is not None:
                 scope = replace(scope, tenant_id=request.caller.tenant_id)
-            read = self._reader.guess(scope, request.letters, request.id)
+            read = self._reader.guess(scope, request.letters, request.id, request.caller)
         else:
             read = await self._read_prompt(request)
         return replace(read, prompt=only_for(read.prompt, holder))

@@ -18,7 +18,7 @@ from kvatlas_router.queries.changes.change import Change, View
 from kvatlas_router.queries.changes.follow import MOST_FOLLOWERS, MOST_OF_TENANT, ChangeStreams
 from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.queries.holders import HolderQueries, Match
-from kvatlas_router.queries.question import ANY_TENANT, Form, Question, check_length, read_question
+from kvatlas_router.queries.question import ANY_TENANT, ONLY_GROUP, Form, Question, check_length, read_question
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
@@ -113,8 +113,10 @@ class QueryApi:
         """A prompt of ready hashes from a chain."""
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
-    async def workers(self, model: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
+    async def workers(self, model: str | None, group: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
         """The workers that may see the caller's prompts, in the form of Dynamo's indexer. Raises Unreachable."""
+        if group not in (None, ONLY_GROUP):
+            return []
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         records = sorted((await self._catalogue.records()).items())
         return [
@@ -161,6 +163,8 @@ class QueryApi:
             scope = None
         if scope is None:
             raise UnknownModel(f"no worker serves model {question.model[:200]!r}")
+        if question.group != ONLY_GROUP:
+            raise UnknownModel(f"no worker is in routing group {question.group[:200]!r}; all are in {ONLY_GROUP!r}")
         return replace(scope, adapter_id=question.adapter) if question.adapter is not None else scope
 
     async def _prompt(self, question: Question, scope: Scope) -> Prompt:

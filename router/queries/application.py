@@ -75,7 +75,8 @@ class IndexApplication:
         api = self._api
 
         async def workers(request: Request) -> Response:
-            found = await api.workers(request.query_params.get("model_name"), who(request))
+            asked = request.query_params
+            found = await api.workers(asked.get("model_name"), asked.get("routing_group"), who(request))
             return JSONResponse(list(found))
 
         async def changes(request: Request) -> Response:

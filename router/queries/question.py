@@ -20,6 +20,8 @@ MAX_HASHES = MAX_TOKENS // 16
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
 """Means the caller's own tenant, since a query must name one."""
+ONLY_GROUP = "default"
+"""The routing group of all workers, as Dynamo names it."""
 
 
 class Form(Enum):
@@ -31,7 +33,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as named in the query."""
+    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as named in the query. `group`: routing group."""
 
     form: Form
     model: str
@@ -42,6 +44,7 @@ class Question:
     block_size: int | None
     instance: str | None
     salt: str | None
+    group: str = ONLY_GROUP
 
 
 def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
@@ -75,6 +78,7 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
         block_size,
         _text(body, "instance_id"),
         salt,
+        _text(body, "routing_group") or ONLY_GROUP,
     )
 
 

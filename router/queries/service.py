@@ -9,8 +9,8 @@ import anyio
 
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
+from kvatlas.http.server import listen, serve
 from kvatlas.runtime.descriptors import most_requests
-from kvatlas.runtime.http_server import listen, serve
 from kvatlas.settings import IndexServerSettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_access import open_borders

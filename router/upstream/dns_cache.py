@@ -24,9 +24,12 @@ class NameLookups:
             lookup = self._running[name] = asyncio.create_task(self._look_up(name))
             lookup.add_done_callback(_take_failure)
         await asyncio.wait((lookup,))
-        if lookup.cancelled():
-            raise OSError(None, "the DNS lookup did not finish")
-        return lookup.result()
+        try:
+            if lookup.cancelled():
+                raise OSError(None, "the DNS lookup did not finish")
+            return lookup.result()
+        finally:
+            del lookup  # see `wait_patiently`
 
     def close(self) -> None:
         """Give up the running lookups."""

@@ -135,19 +135,20 @@ class Decider:
         behind = call_store and (self.store_is_far or trying)
         call_store &= not trying
         waits = call_store and not behind
-        names_all = explain_all or self._policy.names_all(prompt)
+        names_all = self._policy.names_all(prompt)
+        explain_all = explain_all or self._settings.explain_all
         deadline = self._start_deadline()
         pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
         prompt = self._waiting_among(prompt, pool)
         case: Case | None = None
         if waits and not names_all:
-            choice, case = await self._choose_by_lookup(prompt, pool, why, deadline, book=book)
+            choice, case = await self._choose_by_lookup(prompt, pool, why, deadline, book=book, explain_all=explain_all)
             if choice is not None:
                 return choice
             waits = case is None
         if case is None:
             case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
-        if waits and not names_all:
+        if waits and not (names_all or explain_all):
             choice, failure = await self._choose_among_look_alikes(case, deadline, book=book)
             if choice is not None:
                 return choice
@@ -254,7 +255,7 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: only one of several tries is counted."""
+        """The case with what the pool's workers hold. `counts`: only one of several attempts is counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:
@@ -316,7 +317,7 @@ class Decider:
         return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
 
     async def _choose_by_lookup(
-        self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool
+        self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool, explain_all: bool
     ) -> tuple[Choice | None, Case | None]:
         """Choose with the one call that looks up, prices and books. Without a choice: the case to decide alone, if the store
         did not answer; None if it has to be asked in steps. `why`: the pool could not be read again."""
@@ -324,7 +325,7 @@ class Decider:
             return None, None
         if self._apart_until.get(prompt.scope, 0.0) > monotonic():
             return None, None
-        quotes = self._policy.quote_lookup(prompt, pool)
+        quotes = self._policy.quote_lookup(prompt, pool, explain_all=explain_all)
         if quotes is None:
             return None, None
         case = Case(prompt, pool, quotes.empty, why=why)

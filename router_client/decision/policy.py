@@ -53,8 +53,8 @@ class RoutingPolicy:
         return self._add_surcharges(case.prompt, quotes, fingerprint)
 
     def names_all(self, prompt: Prompt) -> bool:
-        """True if every candidate has to be priced here: to draw among them, to follow a policy, or to explain all."""
-        return bool(self._settings.temperature or self._settings.explain_all) or self._followed(prompt) is not None
+        """True if every candidate has to be priced here: to draw among them, or to follow a policy."""
+        return bool(self._settings.temperature) or self._followed(prompt) is not None
 
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
         """Quotes that name only few candidates; the store finds the cheapest of the others. None if that is not
@@ -73,10 +73,11 @@ class RoutingPolicy:
             look_alikes=dict(zip(quotes.look_alikes, away, strict=True)),
         )
 
-    def quote_lookup(self, prompt: Prompt, pool: Pool) -> LookupQuotes | None:
-        """Quotes for a choice in which the store itself looks up what each worker holds; None if that is not possible."""
-        home = self._session_worker(prompt, pool)
-        return quote_lookup(prompt, pool, self._seed, home=home, session_us=self._settings.session_us)
+    def quote_lookup(self, prompt: Prompt, pool: Pool, *, explain_all: bool) -> LookupQuotes | None:
+        """Quotes for a choice in which the store itself looks up what each worker holds; None if that is not possible.
+        `explain_all`: the choice must read every candidate."""
+        home, session_us = self._session_worker(prompt, pool), self._settings.session_us
+        return quote_lookup(prompt, pool, self._seed, home=home, session_us=session_us, explain_all=explain_all)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
         """The ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
@@ -115,6 +116,7 @@ class RoutingPolicy:
     ) -> Ask:
         """The ask with what the store needs to choose among look-alikes."""
         pool = quotes.pool
+        names_all = lookup is not None and bool(lookup.named)
         return build_ask(
             prompt,
             named,
@@ -122,8 +124,8 @@ class RoutingPolicy:
             self._settings,
             pool.usual_block_size,
             rows,
-            skipped=tuple(pool.skipped),
-            least_members=least_members(pool),
+            skipped=() if names_all else tuple(pool.skipped),
+            least_members=0 if names_all else least_members(pool),
             ring=quotes.ring,
             lookup=lookup,
         )

@@ -71,11 +71,6 @@ class KindRows:
         odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
         return cls(tuple(rows), odd, sum(map(len, odd)) + ODD_BYTES * len(odd))
 
-    @property
-    def have_marks(self) -> bool:
-        """True if one of the candidates has marks."""
-        return any(example.endpoint.marks for _, example in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -1,4 +1,4 @@
-"""Quotes for a large pool, in which the booking call itself looks up workers' blocks: a cold quote for each kind of worker.
+"""Quotes for a choice whose booking call itself looks up workers' blocks: a cold quote for each kind of worker.
 
 The store lowers a cold quote by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor
 for a quote for every worker, whatever the workers hold and however fast they are.
@@ -21,7 +21,7 @@ from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, keep_offers
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import KindQuote, Quote
+from router_client.pricing.quotes import KindQuote, Quote, in_tie_order
 from router_client.pricing.surcharges import away_from_session
 from router_client.prompt import Prompt
 
@@ -31,7 +31,8 @@ class LookupQuotes:
     """`kinds`: number of the kind -> what its workers share. `rows`: the likeness of each row of look-alikes, and its quote;
     its candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
 
-    `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
+    `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`). In a small pool the lookup names the
+    candidates in tie-breaking order instead, and there is a row for each of their kinds.
     """
 
     prompt: Prompt
@@ -44,7 +45,7 @@ class LookupQuotes:
 
     def for_pool(self, pool: Pool) -> "LookupQuotes":
         """The quotes for a later reading of the pool, whose kinds have other numbers."""
-        return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
+        return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool, _kind_rows(pool)))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -89,19 +90,27 @@ class _MemberQuotes(Sequence[Quote]):
 
 
 def quote_lookup(
-    prompt: Prompt, pool: Pool, seed: bytes, *, home: str | None = None, session_us: float = 0.0
+    prompt: Prompt,
+    pool: Pool,
+    seed: bytes,
+    *,
+    home: str | None = None,
+    session_us: float = 0.0,
+    explain_all: bool = False,
 ) -> LookupQuotes | None:
-    """Quotes for a large pool; None if something about it or the prompt can only be priced here (`why_not_looked_up`). `home`:
-    the worker of the prompt's session; all others cost `session_us` more."""
-    if why_not_looked_up(prompt, pool):
+    """The quotes; None if the choice needs a lookup of its own first (`why_not_looked_up`). `home`: the worker of the prompt's
+    session; all others cost `session_us` more."""
+    if why_not_looked_up(prompt, pool, explain_all=explain_all):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)
+    fingerprint = empty.fingerprint + seed
     looked_up: dict[BlockShape, LookupChain] = {}
-    kinds = _quote_kinds(prompt, pool)
+    kind_rows = _kind_rows(pool)
+    kinds = _quote_kinds(prompt, pool, kind_rows)
     rows: list[tuple[bytes, Quote]] = []
     chains: list[LookupChain | None] = []
     reuse: list[Reuse] = []
-    for likeness, example in pool.kind_rows.rows:
+    for likeness, example in kind_rows:
         for_kind = kinds[example.kind]
         cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
         rows.append((likeness, cold if home is None else away_from_session(cold, session_us)))
@@ -112,26 +121,47 @@ def quote_lookup(
         chains.append(None if shape is None else looked_up[shape])
         readable = prompt.reading.readable_tokens(example.endpoint.kind)
         reuse.append(Reuse.of(example.rule, prompt.input_tokens, for_kind.block_tokens, readable))
-    ring = xxh3_64_intdigest(empty.fingerprint + seed) >> 32
-    lookup = Lookup(
-        prompt.scope, chains, reuse, pool.kind_rows.odd, home, float(round(session_us)) if home is not None else 0.0
-    )
+    home_us = 0.0 if home is None else float(round(session_us))
+    if is_small(pool):
+        numbers = {example.kind: number for number, (_, example) in enumerate(kind_rows)}
+        named = {one.id: numbers[one.kind] for one in in_tie_order(pool.candidates, fingerprint)}
+        lookup, ring = Lookup(prompt.scope, chains, reuse, {}, home, home_us, named), 0
+    else:
+        lookup = Lookup(prompt.scope, chains, reuse, pool.kind_rows.odd, home, home_us)
+        ring = xxh3_64_intdigest(fingerprint) >> 32
     return LookupQuotes(prompt, pool, kinds, rows, lookup, empty, ring)
 
 
-def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
+def is_small(pool: Pool) -> bool:
+    """True if a choice names all of the pool's candidates."""
+    return len(pool.candidates) < LEAST_CANDIDATES
+
+
+def _kind_rows(pool: Pool) -> Sequence[tuple[bytes, Candidate]]:
+    """The rows of look-alikes, each with an example; in a small pool one for each kind."""
+    if not is_small(pool):
+        return pool.kind_rows.rows
+    return [(example.likeness, example) for example in {one.kind: one for one in pool.candidates}.values()]
+
+
+def _quote_kinds(prompt: Prompt, pool: Pool, kind_rows: Sequence[tuple[bytes, Candidate]]) -> Mapping[int, KindQuote]:
     """Number of the kind -> what its workers share."""
-    examples = {example.kind: example for _, example in pool.kind_rows.rows}
+    examples = {example.kind: example for _, example in kind_rows}
     return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
 
 
-def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
+def why_not_looked_up(prompt: Prompt, pool: Pool, *, explain_all: bool = False) -> str:
     """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
-    if not pool.groups or len(pool.candidates) < LEAST_CANDIDATES:
-        return "every worker of a small pool is explained"
+    if not pool.candidates:
+        return "no worker can take the prompt"
+    small = is_small(pool)
+    if explain_all and not small:
+        return "every worker of a large pool is explained"
+    if not (small or pool.groups):
+        return "too many workers are left out"
     if pool.sources or pool.stores:
         return "what workers read from elsewhere depends on what all of them hold"
-    if pool.kind_rows.have_marks:
+    if any(example.endpoint.marks for _, example in _kind_rows(pool)):
         return "marks are looked up separately"
     if len(pool.block_shapes) > MOST_LOOKED_UP_CHAINS:
         return "the workers' blocks have too many shapes for one call"
@@ -139,7 +169,7 @@ def why_not_looked_up(prompt: Prompt, pool: Pool) -> str:
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
     too_many = len(pool.kind_rows.rows) > MOST_LIKENESSES or pool.kind_rows.odd_bytes > MOST_ODD_BYTES
-    return "there are too many kinds of workers" if too_many else ""
+    return "there are too many kinds of workers" if too_many and not small else ""
 
 
 @lru_cache(maxsize=16_384)

@@ -6,7 +6,7 @@ from router_client.pricing.candidates import Candidate
 from router_client.pricing.copies import CopySources
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix
 from router_client.pricing.pool import Pool
-from router_client.pricing.quotes import KindQuote, Quote, rendezvous_weight
+from router_client.pricing.quotes import KindQuote, Quote, in_tie_order
 from router_client.prompt import Prompt
 
 
@@ -43,6 +43,5 @@ class QuoteDesk:
 
     def quote_all(self, candidates: Sequence[Candidate], fingerprint: bytes) -> list[Quote]:
         """Quote all candidates, in tie-breaking order."""
-        weights = [rendezvous_weight(fingerprint, candidate.id) for candidate in candidates]
-        order = sorted(range(len(candidates)), key=weights.__getitem__, reverse=True)
-        return [self.quote(candidates[i], self._held.get(candidates[i].id, NOTHING_HELD)) for i in order]
+        held = self._held
+        return [self.quote(one, held.get(one.id, NOTHING_HELD)) for one in in_tie_order(candidates, fingerprint)]

@@ -210,6 +210,11 @@ def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 
+def in_tie_order(candidates: Sequence[Candidate], fingerprint: bytes) -> Sequence[Candidate]:
+    """The candidates in the order in which ties are broken."""
+    return sorted(candidates, key=lambda one: rendezvous_weight(fingerprint, one.id), reverse=True)
+
+
 def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tier]]:
     """Cut runs to the tokens from `start` up to `end`, which they must reach. Returns token counts and their nearest
     tiers.

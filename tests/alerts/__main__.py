@@ -44,9 +44,14 @@ OF_A_SLOW_MACHINE = frozenset(
 _UNITS = {"s": 1, "m": 60, "h": 3_600}
 
 
+def is_busy() -> bool:
+    """Do more programs want to run than there are processors?"""
+    return os.getloadavg()[0] > len(os.sched_getaffinity(0))
+
+
 def of_the_machine() -> frozenset[str]:
-    """The alerts that other programs may cause now, because more of them want to run than there are processors."""
-    return OF_A_SLOW_MACHINE if os.getloadavg()[0] > len(os.sched_getaffinity(0)) else frozenset()
+    """The alerts that other programs may cause now."""
+    return OF_A_SLOW_MACHINE if is_busy() else frozenset()
 
 
 def faster_rules(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from kvatlas_router.queries.grpc_api.server import SERVICE
 from tests.attacks.guarded_router import ACME, OTHER, bearer, clients_text
 from tests.eventually import until
 from tests.indexer.running_replica import running_replica
-from tests.kvatlas.runtime.http_listener import read_to_end
+from tests.kvatlas.http.listener import read_to_end
 from tests.router.proxy.engines import MODEL, record
 from tests.router.queries.grpc_api.test_radix_index import ask, keyspace, query
 from tests.router.queries.servers import TOKENS, hold, running_index_server, write

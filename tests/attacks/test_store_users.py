@@ -123,7 +123,7 @@ OF_AUDITORS_ALONE: list[Words] = [
     ("HSET", POOL[1], "victim", b""),
     ("ZREM", POOL[8], "x"),
     fcall(POOL_LIBRARY.function("kvatlas_pool_leave"), POOL, "router"),
-    fcall(POOL_LIBRARY.function("kvatlas_pool_outliers"), ("kva:{pool:p}:outliers",), "r", 1, 1, 1, b"\x90"),
+    fcall(POOL_LIBRARY.function("kvatlas_pool_ejections"), ("kva:{pool:p}:ejections",), "r", 1, 1, 1, b"\x90"),
 ]
 """What routers may do and auditors may not."""
 BOUNDED: list[Words] = [

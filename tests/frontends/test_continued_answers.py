@@ -13,7 +13,7 @@ import pytest
 from kvatlas.fleet.records import EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from tests.end_to_end.processes import ROOT
 from tests.frontends.bodies import CALL, TOOL
 from tests.frontends.clients import SAYS

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import msgpack
-
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.local_copy.comparison import moment_of
 from kvatlas.index.memory.shard import MemoryShard
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
+from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 WORKERS_A_CALL = 32
 
@@ -23,43 +21,23 @@ async def differing_workers(
     compared = 0
     for first in range(0, len(worker_ids), WORKERS_A_CALL):
         some = worker_ids[first : first + WORKERS_A_CALL]
-        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.marked]
-        answers = await functions.call_ro_many("kvatlas_look", [(k, [worker_id]) for worker_id in some])
+        calls = [(keys.of_state, [worker_id]) for worker_id in some]
+        answers = await functions.call_ro_many("kvatlas_look", calls)
         for worker_id, packed in zip(some, answers, strict=True):
-            _, fields, _ = msgpack.unpackb(packed, raw=True)
-            same = _has_same_blocks(shard, worker_id, HolderState.of(fields))
+            same = _is_same(shard, worker_id, HolderState.unpack(packed))
             compared += same is not None
             if same is False:
-                wrong.append(worker_id)
-        if not shard.table.marks.marked:
-            continue
-        k = [keys.workers, keys.marked, keys.steps]
-        answers = await functions.call_ro_many("kvatlas_look_marks", [(k, [worker_id]) for worker_id in some])
-        for worker_id, packed in zip(some, answers, strict=True):
-            _, fields, _ = msgpack.unpackb(packed, raw=True)
-            if _has_same_marks(shard, worker_id, MarksState.of(fields)) is False:
                 wrong.append(worker_id)
     return wrong, compared
 
 
-def _has_same_blocks(shard: MemoryShard, worker_id: str, state: HolderState | None) -> bool | None:
-    """True if both have the same blocks; None: they can't be compared now."""
+def _is_same(shard: MemoryShard, worker_id: str, state: HolderState | None) -> bool | None:
+    """True if both have the same blocks and marks; None: they can't be compared now."""
     record = shard.workers.get(worker_id)
-    if state is None or not _same_moment(shard, worker_id, state) or record is None:
+    if state is None or state.steps or record is None or record.active < 0:
         return None
-    return shard.table.holders[record.active].digest.words == list(state.digest)
-
-
-def _has_same_marks(shard: MemoryShard, worker_id: str, state: MarksState | None) -> bool | None:
-    record = shard.workers.get(worker_id)
-    if state is None or not _same_moment(shard, worker_id, state) or record is None:
+    if moment_of(record) != (unpack_incarnation(state.incarnation), state.seq):
         return None
     marks = shard.table.marks.marked.get(number_bytes(record.active))
-    return (marks.digest.words if marks is not None else []) == list(state.words or [])
-
-
-def _same_moment(shard: MemoryShard, worker_id: str, state: HolderState | MarksState) -> bool:
-    record = shard.workers.get(worker_id)
-    if record is None or record.active < 0 or state.steps:
-        return False
-    return moment_of(record) == (unpack_incarnation(state.incarnation), state.seq)
+    same_marks = (marks.digest.words if marks is not None else []) == list(state.marks or [])
+    return same_marks and shard.table.holders[record.active].digest.words == list(state.digest)

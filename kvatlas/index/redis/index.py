@@ -36,6 +36,7 @@ from kvatlas.index.redis.layout import Layout, check_suitable, layout_errors, ma
 from kvatlas.index.redis.lookup.overlap_lookup import OverlapLookup
 from kvatlas.index.redis.pins import Pins
 from kvatlas.index.redis.records import (
+    HolderState,
     pack_incarnation,
     pack_position,
     unpack_incarnation,
@@ -301,11 +302,9 @@ class RedisIndex(DirectWrites):
                 yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        reader = self._reader_of(worker_id)
-        record = await reader.record(worker_id)
-        if record is None or not record.active:
-            return None
-        return await reader.digest(record.active) + await reader.mark_digest(record.active)
+        packed = await self._functions.call_ro("kvatlas_look", self._keys_of(worker_id).of_state, [worker_id])
+        state = HolderState.unpack(packed)
+        return None if state is None else [*state.digest, *(state.marks or ())]
 
     async def claimed(self, worker_ids: Sequence[str]) -> Mapping[str, int]:
         found: dict[str, int] = {}
@@ -346,7 +345,7 @@ class RedisIndex(DirectWrites):
                                 one.moved,
                                 scopes,
                                 one.sound,
-                                one.marks.words if one.stored_marks else (),
+                                one.marks.words if one.stored is not None and one.stored.marks else (),
                             )
                         )
         return found

@@ -96,6 +96,11 @@ class ShardKeys:
     def pinned_by(self, holder: bytes) -> str:
         return self._key(f"pinned:{holder.hex()}")
 
+    @property
+    def of_state(self) -> list[str]:
+        """The keys of `state_of` in `functions/_worker_state.lua`."""
+        return [self.workers, self.holders, self.active, self.digests, self.steps, self.marked]
+
     def blocks(self, scope_id: bytes) -> str:
         return self._key(f"blocks:{scope_id.hex()}")
 

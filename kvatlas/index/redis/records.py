@@ -89,7 +89,7 @@ _FORMS = [
 
 class HolderState(NamedTuple):
     """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`.
-    `registered`: the holder's own entries name this worker. `marked`: it has marks (set only by a scan)."""
+    `registered`: the holder's own entries name this worker. `marks`: `MarkDigest.words`, False for a holder without marks."""
 
     incarnation: bytes
     seq: int
@@ -97,7 +97,7 @@ class HolderState(NamedTuple):
     digest: Sequence[int]
     registered: int
     steps: int
-    marked: int = 0
+    marks: Sequence[int] | Literal[False]
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -109,26 +109,11 @@ class HolderState(NamedTuple):
         """The state in a function's answer; None for a worker without an active holder."""
         return cls(*fields) if fields else None
 
-
-class MarksState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `words`: `MarkDigest.words`;
-    False for a holder without marks."""
-
-    incarnation: bytes
-    seq: int
-    holder: bytes
-    words: Sequence[int] | Literal[False]
-    steps: int
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """See `HolderState`."""
-        return self.seq, self.steps
-
     @classmethod
-    def of(cls, fields: Sequence[Any] | None) -> Self | None:
-        """The state in a function's answer; None for a worker without an active holder."""
-        return cls(*fields) if fields else None
+    def unpack(cls, answer: bytes) -> Self | None:
+        """The state in an answer of `functions/look.lua`."""
+        _, fields, _ = msgpack.unpackb(answer, raw=True)
+        return cls.of(fields)
 
 
 def pack_incarnation(incarnation: int) -> bytes:

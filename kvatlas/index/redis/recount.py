@@ -17,7 +17,7 @@ from kvatlas.index.mark_lookup import HEAD_SUFFIX
 from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.index.redis.records import HolderState, MarksState, unpack_incarnation
+from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 CALL_COST = 350
 """Limit of a call's work (`functions/scrub.lua`): three microseconds of the store per unit, whatever the values are."""
@@ -86,8 +86,6 @@ class WorkerCount:
     """The number of hashes in these messages."""
     found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
     """By scope: field -> bits of a head, or empty for a mark."""
-    stored_marks: Sequence[int] = ()
-    """The last-read digest of the marks."""
     marks: MarkDigest = field(default_factory=MarkDigest)
 
     @property
@@ -100,7 +98,7 @@ class WorkerCount:
         """See `RecountResult`."""
         if self.stored is None or not self.stored.registered or self.malformed:
             return False
-        return self.marks.words == list(self.stored_marks or MarkDigest().words)
+        return self.marks.words == list(self.stored.marks or MarkDigest().words)
 
     def observe(self, state: HolderState | None, *, first: bool) -> None:
         """Update the count with the worker's current state."""
@@ -117,15 +115,6 @@ class WorkerCount:
     def scopes(self) -> set[bytes]:
         """Scopes in which something was found."""
         return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
-
-    def observe_marks(self, state: MarksState | None) -> None:
-        """Update the count with the current state of the worker's marks."""
-        before = self.state
-        if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
-            self.moved = True
-        else:
-            self.went_on = self.went_on or state.moment != before.moment
-            self.stored_marks = state.words or ()
 
     def note(self, raw: wire.RawMessage) -> None:
         """Note a message that is about to be applied."""
@@ -176,45 +165,25 @@ class WorkerCount:
     ) -> tuple[int, int]:
         """Read some blocks or marks again. Returns the worker's moment at that time; it has `moved` if it can't be
         followed."""
-        look = self._look_at_marks if of_marks else self._look_at_blocks
-        now_on, state = await look(keys, functions, scope_id, fields)
-        self.moved = self.moved or now_on != server or state is None
-        return state.moment if state is not None else (-1, 0)
-
-    async def _look_at_blocks(
-        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, hashes: Sequence[bytes]
-    ) -> tuple[bytes, HolderState | None]:
-        k = [keys.workers, keys.holders, keys.active, keys.digests, keys.steps, keys.marked, keys.blocks(scope_id)]
-        packed = await functions.call_ro("kvatlas_look", k, [self.worker_id, b"".join(hashes)])
-        server, state_fields, (flags,) = msgpack.unpackb(packed, raw=True)
+        function, key, packed, missing = "kvatlas_look", keys.blocks(scope_id), b"".join(fields), 0
+        if of_marks:
+            function, key, missing = "kvatlas_look_marks", keys.marks(scope_id), False
+            packed = msgpack.packb(fields, use_bin_type=False)
+        answer = await functions.call_ro(function, [*keys.of_state, key], [self.worker_id, packed])
+        now_on, state_fields, (entries,) = msgpack.unpackb(answer, raw=True)
         state = HolderState.of(state_fields)
         self.observe(state, first=False)
-        self.state = state or self.state
-        found = self.found.setdefault(scope_id, {})
-        for key, now in zip(hashes, flags, strict=True):
-            if now:
-                found[key] = now
-            else:
-                found.pop(key, None)
-        return server, state
-
-    async def _look_at_marks(
-        self, keys: ShardKeys, functions: IndexFunctions, scope_id: bytes, fields: Sequence[bytes]
-    ) -> tuple[bytes, MarksState | None]:
-        k = [keys.workers, keys.marked, keys.steps, keys.marks(scope_id)]
-        args = [self.worker_id, msgpack.packb(fields, use_bin_type=False)]
-        server, state_fields, (entries,) = msgpack.unpackb(
-            await functions.call_ro("kvatlas_look_marks", k, args), raw=True
-        )
-        state = MarksState.of(state_fields)
-        self.observe_marks(state)
-        found = self.found_marks.setdefault(scope_id, {})
-        for name, bits in zip(fields, entries, strict=True):
-            if bits is False:
+        self.moved = self.moved or now_on != server
+        if state is None:
+            return -1, 0
+        self.state = state
+        found: dict[bytes, Any] = (self.found_marks if of_marks else self.found).setdefault(scope_id, {})
+        for name, entry in zip(fields, entries, strict=True):
+            if entry == missing:
                 found.pop(name, None)
             else:
-                found[name] = bits
-        return server, state
+                found[name] = entry
+        return state.moment
 
     def add_up(self) -> None:
         """Compute digests of what was found."""
@@ -236,13 +205,14 @@ class WorkerCount:
 
 
 def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
-    """(scope, of marks?, fields) for each call that reads them again. The last call reads blocks, even if none are touched,
-    because it also reads the worker's digest."""
-    parts: list[tuple[bytes, bool, list[bytes]]] = []
-    for (scope_id, of_marks), fields in sorted(touched.items(), key=lambda item: not item[0][1]):
-        ordered = sorted(fields)
-        parts += [(scope_id, of_marks, ordered[at : at + LOOK_BLOCKS]) for at in range(0, len(ordered), LOOK_BLOCKS)]
-    return parts if parts and not parts[-1][1] else [*parts, (bytes(SCOPE_ID_BYTES), False, [])]
+    """(scope, of marks?, fields) for each call that reads them again; at least one, because it also reads the digests."""
+    parts = [
+        (scope_id, of_marks, ordered[at : at + LOOK_BLOCKS])
+        for (scope_id, of_marks), fields in touched.items()
+        for ordered in [sorted(fields)]
+        for at in range(0, len(ordered), LOOK_BLOCKS)
+    ]
+    return parts or [(bytes(SCOPE_ID_BYTES), False, [])]
 
 
 class Recount:
@@ -254,10 +224,11 @@ class Recount:
     """
 
     def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
-        """`scope_ids`: every known scope, even if the workers are not known to use it."""
+        """`scope_ids`: every known scope, even if the workers are not known to use it. Without any, the workers' states are
+        still read."""
         self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
-        self._scope_ids = sorted(scope_ids)
+        self._scope_ids = sorted(scope_ids) or [bytes(SCOPE_ID_BYTES)]
         self._marks_of = list(self._scope_ids)
         """Scopes whose marks are not read yet; they follow after all blocks."""
         self._cursor: int | bytes = 0
@@ -280,11 +251,13 @@ class Recount:
     async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
         """Count a part of one scope. Returns entries of unknown holder numbers found there, and the cost of the call. If
         the store failed over, the pass ends: every worker has `moved`."""
-        of_marks = not self._scope_ids
+        of_marks, k = not self._scope_ids, self._keys
         scopes = self._marks_of if of_marks else self._scope_ids
         scope_id, counts = scopes[-1], list(self._counts.values())
-        read = self._read_marks if of_marks else self._read_blocks
-        self.server, *part = msgpack.unpackb(await read(functions, scope_id), raw=True)
+        function, key = ("kvatlas_scrub_marks", k.marks) if of_marks else ("kvatlas_scrub", k.blocks)
+        args = [self.server, self._cursor, CALL_COST, *self._counts]
+        answer = await functions.call_ro(function, [key(scope_id), *k.of_state], args)
+        self.server, *part = msgpack.unpackb(answer, raw=True)
         if not part:
             self._scope_ids.clear()
             self._marks_of.clear()
@@ -292,43 +265,20 @@ class Recount:
                 one.moved = True
             return Strays(scope_id, []), CALL_COST
         self._cursor, cost, states, found, strays = part
-        (self._count_marks if of_marks else self._count_blocks)(scope_id, states, found)
-        if int(self._cursor) == 0:
-            scopes.pop()
-            if not self._scope_ids and not any(one.state is not None and one.state.marked for one in counts):
-                self._marks_of.clear()
-        return Strays(scope_id, strays, of_marks), cost
-
-    async def _read_blocks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
-        k = self._keys
-        keys = [k.blocks(scope_id), k.workers, k.holders, k.active, k.digests, k.steps, k.marked]
-        packed: bytes = await functions.call_ro(
-            "kvatlas_scrub", keys, [self.server, self._cursor, CALL_COST, *self._counts]
-        )
-        return packed
-
-    async def _read_marks(self, functions: IndexFunctions, scope_id: bytes) -> bytes:
-        k = self._keys
-        keys = [k.marks(scope_id), k.workers, k.holders, k.marked, k.steps]
-        args = [self.server, self._cursor, CALL_COST, *self._counts]
-        packed: bytes = await functions.call_ro("kvatlas_scrub_marks", keys, args)
-        return packed
-
-    def _count_blocks(self, scope_id: bytes, states: Sequence[Any], found: bytes) -> None:
-        counts = list(self._counts.values())
         for one, state in zip(counts, states, strict=True):
             one.observe(HolderState.of(state), first=self._first)
         self._first = False
-        for key, at, flags in iter_unpack(_FOUND, found):
-            counts[at].found.setdefault(scope_id, {})[key] = flags
-
-    def _count_marks(self, scope_id: bytes, states: Sequence[Any], found: Sequence[Any]) -> None:
-        counts = list(self._counts.values())
-        for one, state in zip(counts, states, strict=True):
-            if one.state is not None:
-                one.observe_marks(MarksState.of(state))
-        for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
-            counts[at].found_marks.setdefault(scope_id, {})[name] = bits
+        if of_marks:
+            for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
+                counts[at].found_marks.setdefault(scope_id, {})[name] = bits
+        else:
+            for name, at, flags in iter_unpack(_FOUND, found):
+                counts[at].found.setdefault(scope_id, {})[name] = flags
+        if int(self._cursor) == 0:
+            scopes.pop()
+            if not self._scope_ids and not any(one.state is not None and one.state.marks for one in counts):
+                self._marks_of.clear()
+        return Strays(scope_id, strays, of_marks), cost
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
         """Follow the workers that changed in the meantime, and return every worker's count."""

@@ -76,10 +76,6 @@ class ShardReader:
         """The worker of each active holder."""
         return unpack_names((await read_hash(self._store, self.keys.active)).items())
 
-    async def digest(self, holder: bytes) -> list[int]:
-        """See `unpack_digest`."""
-        return unpack_digest(await self._store.ask(self._store.client.hget(self.keys.digests, holder)))
-
     async def digests(self, holders: Sequence[bytes]) -> list[list[int]]:
         """The digests (see `unpack_digest`), in the order of `holders`, which must not be empty."""
         digests: list[list[int]] = []
@@ -87,11 +83,6 @@ class ShardReader:
             some = holders[first : first + SCAN_COUNT]
             digests += map(unpack_digest, await self._store.ask(self._store.client.hmget(self.keys.digests, some)))
         return digests
-
-    async def mark_digest(self, holder: bytes) -> list[int]:
-        """`MarkDigest.words` of a holder with marks; empty for any other."""
-        packed = await self._store.ask(self._store.client.hget(self.keys.marked, holder))
-        return unpack_marks(packed).words if packed is not None else []
 
     async def dropped(self) -> dict[bytes, int]:
         """For each holder with marks, the number of blocks by which a position lies before its mark."""

@@ -41,7 +41,7 @@ local function evaluate(keys, ask, now)
     keys = keys, ask = ask, now = now, fresh = now - STALE_US, count = 0, rows = {}, at = {}, workers = {}, records = {},
     backlog_us = {}, used = {}, wait_us = {}, matches = {}, best = {}, in_flight = 0,
     chosen = 0, prefill = 0, least = math.huge, lowest = math.huge, ring = math.huge,
-    named = {}, kind_of = {}, packed_of = {}, row_of = {}, group_of_row = {}, extras = {}, overdue = {},
+    named = {}, kind_of = {}, packed_of = {}, row_of = {}, group_of_row = {}, extras = {}, overdue = {}, looked_up = {},
   }
   local offers, names = ask.offers, {}
   for at = 0, #offers - 1, OFFER_FIELDS do
@@ -52,7 +52,9 @@ local function evaluate(keys, ask, now)
   for i, worker in ipairs(names) do
     state.packed_of[worker] = state.offered[i]
   end
-  if ask.look_alikes[1] and not find_look_alikes(state) then
+  if ask.lookup and ask.lookup.named[1] then
+    find_named(state)
+  elseif ask.look_alikes[1] and not find_look_alikes(state) then
     return nil
   end
   find_predictions(state)

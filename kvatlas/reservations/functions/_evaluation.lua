@@ -25,7 +25,7 @@ local TOKEN_US, SQUARE_US, HIT_US, BELIEVED_US, CAPACITY, INTERFERENCE, KIND_FIE
 local OFFER_WORKER, KIND, HELD_STEPS, CACHED, BASE, WORK, OFFER_FIELDS = 1, 2, 3, 4, 5, 6, 6
 local MOST_ASK, MOST_OFFERS, MOST_SKIPPED = 131072, 192, 256 -- bytes of an ask, its offers, and workers that get none
 local MOST_CHAINS, MOST_STEPS = 16, 2048 -- chains of an ask, and steps in all of them
-local MOST_LOOKED_UP_CHAINS = 4 -- as in kvatlas/reservations/lookup.py
+local MOST_LOOKED_UP_CHAINS, MOST_NAMED = 4, 64 -- of a lookup, see kvatlas/reservations/lookup.py
 local MOST_LIKENESSES = 32 -- of an ask
 local MOST_SOURCES = 16 -- of an offer
 local MOST_MATCHED = 64 -- predictions that one ask reads; long ones count several times
@@ -42,17 +42,20 @@ local function unpack_limits(limits)
 end
 
 local function unpack_lookup(lookup)
-  local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us = unpack(lookup)
-  local rows = {}
-  if #chains > MOST_LOOKED_UP_CHAINS then
-    error({ err = string.format('ERR ask of %d chains to look up at most', MOST_LOOKED_UP_CHAINS) })
+  local blocks, active, workers, held, scope_id, chains, reuse, odd, home, home_us, listed = unpack(lookup)
+  local rows, named, row_of = {}, {}, {}
+  if #chains > MOST_LOOKED_UP_CHAINS or #listed > MOST_NAMED * 2 then
+    error({ err = string.format('ERR ask of %d chains to look up for %d workers at most', MOST_LOOKED_UP_CHAINS, MOST_NAMED) })
   end
   for i = 1, #odd, 2 do
     rows[odd[i]] = (odd[i + 1] - 1) * OFFER_FIELDS
   end
+  for i = 1, #listed, 2 do
+    named[#named + 1], row_of[listed[i]] = listed[i], (listed[i + 1] - 1) * OFFER_FIELDS
+  end
   return {
     blocks = blocks, active = active, workers = workers, held = held, scope_id = scope_id, chains = chains, reuse = reuse,
-    odd = rows, home = home, home_us = home_us,
+    odd = rows, home = home, home_us = home_us, named = named, row_of = row_of,
   }
 end
 
@@ -163,6 +166,9 @@ local function mean_of(state)
     end
   end
   for _, packed in ipairs(state.offered) do
+    correct(packed, true)
+  end
+  for _, packed in ipairs(state.looked_up) do
     correct(packed, true)
   end
   for _, packed in ipairs(records_of(state.keys, state.ask.skipped)) do

@@ -46,6 +46,16 @@ local function find_look_alikes(state)
   return true
 end
 
+-- Finds the workers that the ask's lookup names, instead of look-alikes.
+local function find_named(state)
+  local lookup, rows = state.ask.lookup, state.ask.look_alikes
+  state.left, state.looked_up = #lookup.named, records_of(state.keys, lookup.named)
+  for i, worker in ipairs(lookup.named) do
+    state.named[worker], state.packed_of[worker] = true, state.looked_up[i]
+    state.kind_of[worker] = rows[lookup.row_of[worker] + KIND] * KIND_FIELDS
+  end
+end
+
 -- Returns where a worker stands on the ring.
 local function place_on_ring(worker)
   return tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
@@ -250,9 +260,9 @@ local function weigh_look_alikes(state)
   end
 end
 
--- Returns the chosen number, and up to MOST_RETURNED of the look-alikes that were read, the chosen one first: { worker, number
--- of its row of look-alikes, packed worker, blocks that it holds (0 without a lookup)... }. Their numbers follow those of the
--- offers.
+-- Returns the chosen number, and the look-alikes that were read (not all if these are many), the chosen one first: { worker,
+-- number of its row of look-alikes, packed worker, blocks that it holds (0 without a lookup)... }. Their numbers follow those
+-- of the offers.
 local function list_members(state)
   local offers, chosen, members = #state.offered, state.chosen, {}
   local function add(number)
@@ -263,7 +273,8 @@ local function list_members(state)
   if chosen > offers then
     add(chosen)
   end
-  for number = offers + 1, math.min(state.count, offers + (state.row_at and MOST_LOOKED_UP or MOST_RETURNED)) do
+  local most = state.looked_up[1] and #state.looked_up or state.row_at and MOST_LOOKED_UP or MOST_RETURNED
+  for number = offers + 1, math.min(state.count, offers + most) do
     if number ~= chosen then
       add(number)
     end

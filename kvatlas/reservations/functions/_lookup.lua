@@ -8,10 +8,11 @@
 -- 2. those with a prediction, an overdue sample, or a session;
 -- 3. the others by their load, as in _look_alikes.lua. Each is looked up in the index only at the depth that it would need.
 -- Each step has a limit. If one of the rest may still be the cheapest then, the client has to look them up.
+-- In a small pool, the lookup names the workers: then each of these is weighed, and no other one.
 --
 -- lookup, cmsgpack: { keys of the index: blocks of the scope, active, workers, held; scope id, { { tokens that a hash stands
 --   for, packed hashes }... }, reuse, odd workers: { worker, number of its row of look-alikes... }, worker of the session ('':
---   none), us that it costs less }
+--   none), us that it costs less, named workers in the form of the odd ones }
 -- reuse: a row for each row of look-alikes: number of its chain (0: none), tokens that can be used at most, tokens of a hit
 --   that are lost, 1 if they are lost before the hit is limited, share that counts, multiple to which the rest is cut.
 -- The rows of look-alikes are about workers that hold nothing. Several rows may have one likeness: the first is for all its
@@ -271,6 +272,47 @@ local function weigh_extras(state)
   end
 end
 
+-- Weighs the workers that the lookup names. Ties go to the first.
+local function weigh_named(state)
+  local lookup, held, holders = state.ask.lookup, false, {}
+  for _, chain in ipairs(state.chains) do
+    held = held or chain.most > 0
+  end
+  if held then
+    holders = holders_of(lookup, lookup.named)
+  end
+  for i, worker in ipairs(lookup.named) do
+    local at = lookup.row_of[worker]
+    local row = state.opened[at] or open_row(state, at)
+    state.opened[at] = row
+    weigh_at(state, row, worker, state.looked_up[i], row.chain and depth_of(row.chain, holders[i], 0) or 0, i)
+  end
+end
+
+-- Weighs as many of the look-alikes that are not named as it takes. Returns false if one that was not read may be the cheapest.
+local function weigh_some(state)
+  for at in pairs(state.group_of_row) do
+    state.opened[at] = open_row(state, at)
+  end
+  for worker in pairs(state.named) do
+    state.seen[worker] = true
+  end
+  if state.ask.lookup.home ~= '' then
+    kind_for(state, state.ask.lookup.home)
+  end
+  local families = open_families(state)
+  for _, chain in ipairs(state.chains) do
+    weigh_deepest(state, chain, families)
+  end
+  weigh_extras(state)
+  for _, family in ipairs(families) do
+    if not weigh_by_load(state, family) then
+      return false
+    end
+  end
+  return true
+end
+
 -- Weighs as many of the ask's look-alikes as it takes. Returns why the client has to look them up instead (nil: it need not):
 -- NOT_IN_HBM if the cheapest one holds blocks that are not in its HBM, so that it costs more, which only the client can price;
 -- TOO_MANY if one that was not read may be the cheapest.
@@ -281,24 +323,10 @@ local function look_up(state)
   for number, chain in ipairs(lookup.chains) do
     state.chains[number] = open_chain(lookup.blocks, chain[1], chain[2])
   end
-  for at in pairs(state.group_of_row) do
-    state.opened[at] = open_row(state, at)
-  end
-  for worker in pairs(state.named) do
-    state.seen[worker] = true
-  end
-  if lookup.home ~= '' then
-    kind_for(state, lookup.home)
-  end
-  local families = open_families(state)
-  for _, chain in ipairs(state.chains) do
-    weigh_deepest(state, chain, families)
-  end
-  weigh_extras(state)
-  for _, family in ipairs(families) do
-    if not weigh_by_load(state, family) then
-      return TOO_MANY
-    end
+  if lookup.named[1] then
+    weigh_named(state)
+  elseif not weigh_some(state) then
+    return TOO_MANY
   end
   local chosen = state.chosen
   if chosen > 0 then

@@ -15,10 +15,10 @@ from kvatlas.telemetry.instruments.publisher import ENGINE, LEDGER, PUBLISHER
 from kvatlas.telemetry.instruments.router import ANSWERS, INDEX_REPLICA, INDEX_REPLICA_NOW, RATES, ROUTER
 from kvatlas.telemetry.instruments.servers import (
     EJECTED,
+    EJECTION,
     FOLLOWING,
     GATEWAY,
     GATEWAY_LOAD,
-    OUTLIERS,
     PROGRESS,
     PROXY,
     PROXY_LOAD,
@@ -48,7 +48,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "gateway_load": GATEWAY_LOAD,
     "index_replica": INDEX_REPLICA,
     "index_replica_now": INDEX_REPLICA_NOW,
-    "outliers": OUTLIERS,
+    "ejections": EJECTION,
     "ejected": EJECTED,
     "progress": PROGRESS,
     "stalled": STALLED,

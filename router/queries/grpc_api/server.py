@@ -12,9 +12,9 @@ import grpc
 from kvatlas.blocks.external_chain import MAX_HASH, external_chain, hash_text
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes, unpack_hashes
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError, Unreachable
+from kvatlas.http.bounded_port import BoundedPort
+from kvatlas.http.server import Listener
 from kvatlas.identity import OWN_CHAIN
-from kvatlas.runtime.bounded_port import BoundedPort
-from kvatlas.runtime.http_server import Listener
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.queries.api import MOST_MATCHES, QueryApi
 from kvatlas_router.queries.changes.change import position_text, read_position

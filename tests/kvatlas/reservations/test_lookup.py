@@ -159,7 +159,12 @@ class Fleet:
                 row_chains.append(lookups[size] if size else None)
         home = rng.choice([None, None, *self.likeness_of])
         odd = {id: 3 + LIKENESSES.index(likeness) for id, likeness in self.likeness_of.items() if id in self.slow}
-        lookup = Lookup(SCOPE, row_chains, reuse, odd, home, 50_000.0 if home else 0.0)
+        named = {}
+        if rng.random() < 0.4:  # in the order in which ties are broken; some may be unknown to the store
+            some = [*self.likeness_of, "unknown"] if self.count <= 60 else [*self.likeness_of]
+            rows_of = {id: LIKENESSES.index(likeness) for id, likeness in self.likeness_of.items()} | odd
+            named = {id: rows_of.get(id, 0) for id in rng.sample(some, min(16, len(some)))}
+        lookup = Lookup(SCOPE, row_chains, reuse, odd, home, 50_000.0 if home else 0.0, named)
         limits = rng.choice([None, Limits([], len(tokens)), Limits([], len(tokens), 400_000.0, output * 9_000.0, 2.5),
                              Limits([], len(tokens), 100_000.0, 0.0, slo_filters=True)])  # fmt: skip
         skipped = rng.sample(list(self.likeness_of), 2) if rng.random() < 0.2 else ()
@@ -170,6 +175,8 @@ class Fleet:
         real, model = await outcome_of(self.real, asked), await outcome_of(self.model, asked)
         if isinstance(real, Evaluation) and isinstance(model, Evaluation):
             assert real.worker_id == model.worker_id, (real.offers[real.chosen], model.offers[model.chosen])
+            assert asked.lookup is not None
+            assert not asked.lookup.named or {*real.worker_ids} == {*asked.lookup.named}
             numbers = {offer.worker_id: i for i, offer in enumerate(model.offers)}
             for i, offer in enumerate(real.offers):
                 same = numbers[offer.worker_id]

@@ -18,7 +18,7 @@ from kvatlas.identity import Scope
 from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.proxy import continued_answer
 from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer

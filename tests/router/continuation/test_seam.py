@@ -16,6 +16,7 @@ from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
+from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 
@@ -91,10 +92,16 @@ def body_of(api: Api, most: int, *, wants_usage: bool) -> dict[str, Any]:
     return {"model": "m", "stream": True, "temperature": 0, "max_tokens": most, **asked, **options}
 
 
-def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequence[int], silent: int = 0) -> bytes:
+def run(
+    text: TextRequest,
+    engines: Sequence[Engine | ExactEngine],
+    deaths: Sequence[int],
+    silent: int = 0,
+    ends: ThoughtEnds | None = None,
+) -> bytes:
     """What a client gets of these engines, of which each but the last dies after so many events, and after `silent` more of the
     first one."""
-    seam, got, body = Seam(text), b"", dict(text.body)
+    seam, got, body = Seam(text, ends), b"", dict(text.body)
     kind = EngineKind.VLLM if isinstance(engines[0], ExactEngine) else EngineKind.SGLANG
     for engine, death in zip(engines, [*deaths, -1], strict=True):
         events = engine.stream({**body, **counting_fields(text, kind, PROMPT_TOKENS)})
@@ -212,16 +219,16 @@ def test_reasoning_goes_on_with_the_same_bytes(
 def test_reasoning_in_other_events_says_the_same(
     thought: list[str], tokens: list[str], opened: bool, strips: bool, deaths: list[int], parts: list[int]
 ) -> None:
-    """Several tokens in one event, and parsers that remove the white space before its end: if no part shows that its parser
-    does not, it is removed."""
+    """Several tokens in one event, and parsers that remove the white space before its end, which an answer to the end shows."""
     text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 99, wants_usage=True)})
     listed = [*([] if opened else [START]), "\n", "I", *thought, END, *tokens, "."]
     engines = [
         ExactEngine(listed, opened=opened, strips=strips, parts=parts[at:] + parts[:at])
         for at in range(len(deaths) + 1)
     ]
-    silent = 2 if strips or not opened else 1
-    assert thoughts(run(text, engines, deaths, silent)) == thoughts(run(text, engines[:1], [], silent))
+    silent, ends = 2 if strips or not opened else 1, ThoughtEnds()
+    undisturbed = thoughts(run(text, engines[:1], [], silent, ends))
+    assert thoughts(run(text, engines, deaths, silent, ends)) == undisturbed
 
 
 def thoughts(raw: bytes) -> tuple[str, str, Any]:
@@ -230,7 +237,7 @@ def thoughts(raw: bytes) -> tuple[str, str, Any]:
     deltas = [choice["delta"] for one in decoded for choice in one["choices"]]
     reasoning, content = ("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "content"))
     usage = {name: value for name, value in decoded[-1]["usage"].items() if name != "completion_tokens_details"}
-    return reasoning.rstrip(), content, usage
+    return reasoning, content, usage
 
 
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))

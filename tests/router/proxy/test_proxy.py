@@ -16,7 +16,7 @@ from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy import exchange
 from kvatlas_router.proxy.request_router import RequestRouter
-from kvatlas_router.proxy.worker_tries import WorkerTries
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
@@ -225,15 +225,15 @@ async def test_a_request_that_swallows_its_cancellation_is_cancelled_again(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As libraries do in which a result and a cancellation arrive together."""
-    run, waits = WorkerTries.run, anyio.Event()
+    run, waits = WorkerAttempts.run, anyio.Event()
 
-    async def swallow(self: WorkerTries, *args: Any) -> None:
+    async def swallow(self: WorkerAttempts, *args: Any) -> None:
         waits.set()
         with suppress(asyncio.CancelledError):
             await anyio.sleep_forever()
         await run(self, *args)
 
-    monkeypatch.setattr(WorkerTries, "run", swallow)
+    monkeypatch.setattr(WorkerAttempts, "run", swallow)
     monkeypatch.setattr(exchange, "AGAIN_S", 0.1)
     slow = {"speed_up": 1, "decode_step_us": 100_000}
     async with running_fleet(store, {"w1": slow}) as fleet, running_proxy(valkey_url) as client:

@@ -104,6 +104,40 @@ async def test_the_choice_is_the_cheapest_of_all(
     assert fewest < COUNT / 2
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_one_call_to_a_small_pool_chooses_as_two_and_explains_every_candidate(
+    store: Store, index: RedisIndex, fleet: FleetStore, seed: int
+) -> None:
+    """Ties, too. Odd seeds: idle workers, all of one speed."""
+    await Clock(store).prepare()
+    rng = random.Random(seed)
+    count = rng.choice([1, 4, LEAST_CANDIDATES - 1])
+    records = pool(
+        *(worker(f"w{n:03}") if seed % 2 else busy(rng, n, block_size=rng.choice([16, 16, 32])) for n in range(count)),
+        worker("down", state=EngineState.DOWN),
+    )
+    await fleet.write(records)
+    for number in rng.sample(range(count), count // 2):
+        await hold(index, records[f"w{number:03}"], TOKENS, blocks=rng.randrange(1, 60))
+    slow = EngineRates(prefill_us_per_token=80.0, tpot_base_us=14_000.0)
+    profile = EngineProfile(by_worker={} if seed % 2 else {id: slow for id in records if id[-1] in "147"})
+    settings = replace(SETTINGS, profile=profile, session_us=50_000.0, explain_all=seed == 2, fleet_max_age_ms=600_000)
+    one, two = router(index, store, settings), router(index, store, settings, looks_up=False)
+    assert await one.workers(SCOPE) == records
+    for number in range(30):
+        tokens = [*TOKENS[: rng.choice([5, 100, 1_500, 2_000])], *range(number % 5 * 200)]
+        asked = Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128]), session_id=rng.choice([None, "s"]))
+        avoid = rng.sample(sorted(records), number % 2 if count > 1 else 0)
+        expected = await two.reserve(asked, avoid=avoid, dry_run=True)
+        await store.client.config_resetstat()
+        choice = await one.reserve(asked, avoid=avoid)
+        calls = await store.client.info("commandstats")
+        assert calls["cmdstat_fcall"]["calls"] == 1 and "cmdstat_fcall_ro" not in calls
+        assert (choice.worker_id, choice.basis, choice.why) == (expected.worker_id, Basis.COST, "")
+        assert choice.ranking.results == expected.ranking.results
+        assert choice.ranking == expected.ranking
+
+
 @pytest.mark.parametrize("shapes", [MOST_LOOKED_UP_CHAINS, MOST_LOOKED_UP_CHAINS + 1])
 async def test_more_shapes_of_blocks_than_one_call_looks_up_are_looked_up_apart(
     store: Store, index: RedisIndex, fleet: FleetStore, shapes: int

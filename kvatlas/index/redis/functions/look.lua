@@ -11,8 +11,7 @@
 --      2... packed hashes of each scope
 -- returns msgpack {server, state or false, {the hashes' flags, a byte each...}}; state: see state_of
 register_read_only('kvatlas_look', function(keys, args)
-  local k = { workers = keys[1], holders = keys[2], active = keys[3], digests = keys[4], steps = keys[5], marked = keys[6] }
-  local state, holder = state_of(k, args[1])
+  local state, holder = state_of(keys, 1, args[1])
   local flags = {}
   for i = 2, #args do
     local hashes, blocks, seen = split(args[i]), keys[5 + i], {}

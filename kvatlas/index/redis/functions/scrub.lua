@@ -2,9 +2,8 @@
 local SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 1, 0.1, 0.3, 0.5
 
 -- Parses a holders value. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these
--- holders
--- (worker's index and flags, 2 bytes; the flags are 0 if this is not a proper holders value: entries of 4 bytes, sorted, each
--- number once), and the numbers of all other holders.
+-- holders (worker's index and flags, 2 bytes; the flags are 0 if this is not a proper holders value: entries of 4 bytes,
+-- sorted, each number once), and the numbers of all other holders.
 local function part_of(value, mine)
   local entries, count = entries_of(value)
   local found, others, right, before = {}, {}, #value % 4 == 0, -1
@@ -29,8 +28,7 @@ local function part_of(value, mine)
 end
 
 -- Adds what a scan returned, {hash, value...}, to what was seen so far. Values repeat, so each is parsed once. Returns
--- the
--- cost.
+-- the cost.
 -- seen: {parted = {value -> {hashes, mine, others}}, see part_of; is_other = {number of another holder -> true};
 --   others = {that holder...}; found = {hash, worker's index, flags, packed...}}
 local function take_values(seen, flat, mine)
@@ -114,10 +112,9 @@ register_read_only('kvatlas_scrub', function(keys, args)
   if began_on ~= '' and began_on ~= server then
     return cmsgpack.pack({ server })
   end
-  local k = { workers = keys[2], holders = keys[3], active = keys[4], digests = keys[5], steps = keys[6], marked = keys[7] }
   local states, mine = {}, {} -- mine: {number of an active holder -> its worker's index, a byte}
   for i = 4, #args do
-    local state, holder = state_of(k, args[i])
+    local state, holder = state_of(keys, 2, args[i])
     states[i - 3] = state
     if state then
       mine[number_of(holder)] = string.char(i - 4)
@@ -130,6 +127,6 @@ register_read_only('kvatlas_scrub', function(keys, args)
     cost = cost + SCAN_COST + take_values(seen, flat, mine)
     blocks_seen = blocks_seen + #flat / 2
   until cursor == '0' or cost >= budget
-  local strays = strays_among(seen.parted, unknown_among(k.holders, seen.others))
+  local strays = strays_among(seen.parted, unknown_among(keys[3], seen.others))
   return cmsgpack.pack({ server, cursor, math.ceil(cost), states, table.concat(seen.found), strays })
 end, 3 + MOST_SCRUBBED)

@@ -6,8 +6,10 @@ local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- budget cost of a field, and of each o
 -- KEYS 1 marks of the scope
 --      2 workers
 --      3 holders
---      4 marked
---      5 steps
+--      4 active
+--      5 digests
+--      6 steps
+--      7 marked
 -- ARGV 1 server on which the scrub began
 --      2 cursor
 --      3 budget: the cost of what is looked at
@@ -16,14 +18,14 @@ local MARKS_FIELD, MARKS_ENTRY = 1, 0.5 -- budget cost of a field, and of each o
 --   a mark)...}, {field with an entry of an unknown number...}}; {server} alone if this is another server,
 --   where the cursor means nothing
 register_read_only('kvatlas_scrub_marks', function(keys, args)
-  local key, holders, k = keys[1], keys[3], { workers = keys[2], marked = keys[4], steps = keys[5] }
+  local key, holders = keys[1], keys[3]
   local began_on, cursor, budget, server = args[1], args[2], integer(args[3], 0, MOST_SCRUB), server_id()
   if began_on ~= server then
     return cmsgpack.pack({ server })
   end
   local states, mine, known = {}, {}, {}
   for i = 4, #args do
-    local state, holder = marks_state_of(k, args[i])
+    local state, holder = state_of(keys, 2, args[i])
     states[i - 3] = state
     if state then
       mine[holder] = i - 4

@@ -203,6 +203,39 @@ async def test_a_scope_whose_text_was_lost_is_registered_again(
     assert (await whole_round(elsewhere)).damaged == []
 
 
+async def test_a_scrub_finds_damage_although_no_scope_is_registered(index: ResidencyIndex) -> None:
+    """All blocks are gone too."""
+    source = MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, block(0)))
+    await Damage(index, "w").take(SCOPE, block(0))
+    if isinstance(index, RedisIndex):
+        await index._store.client.delete(SCOPES)
+    assert (await whole_round(index)).damaged == ["w"]
+
+
+@pytest.mark.parametrize("index", ["valkey"], indirect=True)
+async def test_a_false_block_of_a_number_that_is_used_again_is_found_and_repaired(index: RedisIndex) -> None:
+    """The number's former holder never used the scope, so its sweep did not look there."""
+    former, next_one = MessageSource("w"), MessageSource("x")
+    other = MessageSource("y")
+    await apply_messages(index, former.begin(1), former.store(SCOPE, CHAIN[:80]))
+    await apply_messages(index, other.begin(1), other.store(OTHER, CHAIN[:80]))
+    damage = Damage(index, "w")
+    number = await damage.number()
+    await damage.add(OTHER, block(0))
+    await apply_messages(index, former.begin(2))
+    assert await index.sweep(0, 1 << 30) == 0
+    reusing = await open_redis_index(index._store, side_index=True, writer=True, reuse_ms=0)
+    await apply_messages(reusing, next_one.begin(1), next_one.store(SCOPE, CHAIN[:80]))
+    assert await Damage(index, "x").number() == number
+    assert (await index.overlap(OTHER, CHAIN[:80])).depths() == {"x": 1, "y": 10}
+    assert (await whole_round(index)).damaged == ["x"]
+    await apply_messages(index, next_one.begin(2))
+    assert await index.sweep(0, 1 << 30) == 0
+    assert (await index.overlap(OTHER, CHAIN[:80])).depths() == {"y": 10}
+    assert await contents(index, "x") == next_one.held
+
+
 async def test_a_scrub_may_be_limited_to_partitions(index: ResidencyIndex, sources: dict[str, MessageSource]) -> None:
     await Damage(index, "a").take(SCOPE, block(5))
     mine = partition_of("a", index.partitions)

@@ -1,8 +1,8 @@
-"""Tries of one request on one worker after another, until the client has an answer.
+"""Attempts of one request on one worker after another, until the client has an answer.
 
 The request may go to another worker until the first content of a successful answer arrives. Before that, the client gets
-nothing but a stream's comments, which keep its connection alive. The booking of each try ends with the try: as finished for a
-successful answer, as failed for anything else.
+nothing but a stream's comments, which keep its connection alive. The booking of each attempt ends with the attempt: as finished
+for a successful answer, as failed for anything else.
 """
 
 import asyncio
@@ -14,10 +14,11 @@ from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why
+from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
-from kvatlas_router.outliers.avoidance import EnginesRest
-from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.ejection.avoidance import EnginesRest
+from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
 from kvatlas_router.proxy.attempts import Attempts, StalledAnswer
@@ -25,7 +26,7 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer, ReadPrompt
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import decision_header
-from kvatlas_router.proxy.request_trace import describe_answer, describe_try
+from kvatlas_router.proxy.request_trace import describe_answer, describe_attempt
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.upstream.engine_answer import (
     EngineHangs,
@@ -49,14 +50,14 @@ LEAVE_AGAIN_S = 5.0
 """If no other worker goes on with a stalled engine's answer, others are tried again after this time."""
 
 
-class WorkerTries:
+class WorkerAttempts:
     """Books workers for requests and judges their answers. `most_attempts`: workers tried for one request."""
 
     def __init__(
         self,
         catalogue: Catalogue,
         relay: AnswerRelay,
-        outliers: OutlierMonitor,
+        ejections: EjectionMonitor,
         counters: ProxyCounters,
         admission: Admission,
         most_attempts: int = 4,
@@ -66,19 +67,24 @@ class WorkerTries:
         self._continues = continues
         self._catalogue = catalogue
         self._relay = relay
-        self._outliers = outliers
+        self._ejections = ejections
         self._counters = counters
         self._admission = admission
         self._most_attempts = most_attempts
+        self._thought_ends: dict[str, ThoughtEnds] = {}
+        """By pool."""
 
     async def run(self, request: ClientRequest, read: RequestPrompt, read_prompt: ReadPrompt) -> None:
         """Try workers until one answers, or none is left to try. The client gets an answer in any case. `read_prompt`: reads
         what is asked for the rest of an answer."""
+        pool_id = read.prompt.scope.pool_id
+        if (ends := self._thought_ends.get(pool_id)) is None:
+            ends = self._thought_ends[pool_id] = ThoughtEnds()
         answer = ContinuedAnswer.of(
-            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of
+            request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of, ends
         )
-        attempts = Attempts(request, read, answer, read.prompt.scope.pool_id)
-        self._outliers.retry_budget(attempts.pool_id).record_request()
+        attempts = Attempts(request, read, answer, pool_id)
+        self._ejections.retry_budget(attempts.pool_id).record_request()
         if await self._try_workers(attempts):
             return
         if attempts.begun:
@@ -98,7 +104,7 @@ class WorkerTries:
 
     async def _try_workers(self, attempts: Attempts) -> bool:
         """Try workers until the client has its answer. False if none is left to try."""
-        budget = self._outliers.retry_budget(attempts.pool_id)
+        budget = self._ejections.retry_budget(attempts.pool_id)
         while attempts.number < self._most_attempts:
             if attempts.number and not attempts.free and not attempts.paid and not budget.take():
                 self._counters.retries_denied += 1
@@ -126,7 +132,7 @@ class WorkerTries:
         return False
 
     async def _try(self, attempts: Attempts) -> bool:
-        """Make one try. True if the client has its answer. Raises what booking raises."""
+        """Make one attempt. True if the client has its answer. Raises what booking raises."""
         request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
         choice = await self._book(read, attempts)
         try:
@@ -136,17 +142,17 @@ class WorkerTries:
             request.decision = header[1].decode()
             unjudged = _workers_of(choice)
             for one in unjudged:
-                self._outliers.record_sent(pool_id, one)
+                self._ejections.record_sent(pool_id, one)
             opened: OpenedAnswer | None = None
             try:
                 async with self._relay.send(request, choice, partial(self._may_move, attempts), continued) as answer:
-                    describe_try(request.span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
+                    describe_attempt(request.span, worker_id=worker_id, attempt=attempts.number, status=answer.status)
                     if isinstance(answer, WholeAnswer) and judge(answer.status) is not Verdict.ANSWERED:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
                     opened = await self._relay.open(request, choice, header, answer, continued)
                     continued.fit(readable=opened.stream is not None)
                     for one in unjudged:
-                        self._outliers.record_good(pool_id, one)
+                        self._ejections.record_good(pool_id, one)
                     await self._blame_doubted(attempts, worker_id)
                     await self._leave_stalled(attempts)
                     continued.join()
@@ -157,7 +163,7 @@ class WorkerTries:
                     if not await self._pass_on(attempts, choice, header, opened):
                         unjudged.discard(worker_id)
                     while unjudged:
-                        self._outliers.record_complete(pool_id, unjudged.pop())
+                        self._ejections.record_complete(pool_id, unjudged.pop())
             except EngineFailed as error:
                 await _end_booking(choice, error.status)
                 if self._record_failed(pool_id, worker_id, error):
@@ -170,7 +176,7 @@ class WorkerTries:
                 await _end_booking(choice, LOST_STATUS if isinstance(error, EngineLost) else 0)
                 if isinstance(error, EngineLost) and opened is not None:
                     unjudged.discard(worker_id)
-                    self._outliers.record_bad(pool_id, worker_id, str(error))
+                    self._ejections.record_bad(pool_id, worker_id, str(error))
                     _log.warning("worker %s: %s", worker_id, error)
                     return await self._go_on(attempts, worker_id, error)
                 by = error.worker_id if isinstance(error, PrefillFailed) else worker_id
@@ -178,7 +184,7 @@ class WorkerTries:
                 return await self._judge_failure(attempts, by, error, header)
             finally:
                 for one in unjudged:
-                    self._outliers.record_unknown(pool_id, one)
+                    self._ejections.record_unknown(pool_id, one)
         finally:
             await self._admission.end(read.prompt, choice)
         return True
@@ -241,7 +247,7 @@ class WorkerTries:
         worker_id = stalled.choice.worker_id
         stalled.answer.leave()
         await _end_booking(stalled.choice, LOST_STATUS)
-        self._outliers.record_bad(attempts.pool_id, worker_id, str(stalled.error))
+        self._ejections.record_bad(attempts.pool_id, worker_id, str(stalled.error))
         _log.warning("worker %s: %s", worker_id, stalled.error)
 
     async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
@@ -259,7 +265,7 @@ class WorkerTries:
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
     ) -> bool:
-        """Handle a try without an answer. False to try another worker; True if the client got the refusal."""
+        """Handle an attempt without an answer. False to try another worker; True if the client got the refusal."""
         own_form = False
         if isinstance(error, PrefillFailed):
             self._counters.apart_failed += 1
@@ -272,14 +278,16 @@ class WorkerTries:
         if isinstance(cause, EngineRefused):
             attempts.refused = attempts.refused if own_form else (cause.answer, header)
             return await self._judge_refusal(attempts, worker_id, cause, header, own_form=own_form)
-        describe_try(attempts.request.span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(cause))
+        describe_attempt(
+            attempts.request.span, worker_id=worker_id, attempt=attempts.number, status=None, note=str(cause)
+        )
         if isinstance(cause, EngineStalled):
-            self._outliers.record_unknown(attempts.pool_id, worker_id)
+            self._ejections.record_unknown(attempts.pool_id, worker_id)
             _log.info("worker %s: %s; trying another", worker_id, cause)
             return False
         self._counters.unreachable += 1
         attempts.free = not cause.connected
-        self._outliers.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
+        self._ejections.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
         _log.warning("worker %s: %s; trying another", worker_id, cause)
         if attempts.begun and cause.connected:  # two engines died of what comes next, perhaps
             await self._end_broken(attempts, Why.SAME_TOKEN)
@@ -291,7 +299,7 @@ class WorkerTries:
         if judge(error.status) is not Verdict.ELSEWHERE:
             self._counters.refused_by_engine += 1
             return False
-        self._outliers.record_bad(pool_id, worker_id, str(error))
+        self._ejections.record_bad(pool_id, worker_id, str(error))
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
@@ -304,7 +312,7 @@ class WorkerTries:
             return False
         if attempts.number >= self._most_attempts or not others - attempts.tried:
             return False
-        attempts.paid = attempts.paid or self._outliers.retry_budget(attempts.pool_id).take()
+        attempts.paid = attempts.paid or self._ejections.retry_budget(attempts.pool_id).take()
         return attempts.paid
 
     async def _judge_refusal(
@@ -319,7 +327,9 @@ class WorkerTries:
         """Handle an engine's refusal. False to try another worker; True if the client got the refusal. `own_form`: the refused
         request was not in the client's own form."""
         request, answer = attempts.request, refusal.answer
-        verdict = self._outliers.record_status(attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal))
+        verdict = self._ejections.record_status(
+            attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal)
+        )
         if verdict is Verdict.ELSEWHERE:
             self._counters.refused += 1
             return False
@@ -344,7 +354,7 @@ class WorkerTries:
             return
         doubted, status = attempts.doubted
         line = f"status {status} to a request that {worker_id} answers"
-        self._outliers.record_bad(attempts.pool_id, doubted, line)
+        self._ejections.record_bad(attempts.pool_id, doubted, line)
         if status == 404 and attempts.request.model is not None:
             await self._catalogue.forget_name(doubted, attempts.request.model)
 
@@ -385,7 +395,7 @@ class WorkerTries:
 
 
 async def _end_booking(choice: Booked, status: int) -> None:
-    """End a failed try's booking. The request goes on without the store."""
+    """End a failed attempt's booking. The request goes on without the store."""
     try:
         await choice.done(status=status)
     except Unreachable as error:

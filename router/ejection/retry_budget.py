@@ -9,11 +9,11 @@ FADE_S = 10.0
 
 
 class RetryBudget:
-    """The budget of one pool in one router: at most SHARE of its first tries, plus about RESERVE in each FADE_S for pools with
-    few requests.
+    """The budget of one pool in one router: at most SHARE of its first attempts, plus about RESERVE in each FADE_S for pools
+    with few requests.
 
-    Budgets add up as first tries do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. A try
-    that reached no engine costs no engine anything, and is not counted.
+    Budgets add up as first attempts do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. An
+    attempt that reached no engine costs no engine anything, and is not counted.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class RetryBudget:
         self._earned = 0.0
 
     def record_request(self) -> None:
-        """Record a request's first try."""
+        """Record a request's first attempt."""
         self._refill()
         self._earned += self._share  # fades: a burst of failures may use what the last seconds earned
 
     def take(self) -> bool:
-        """True if one more try is allowed, which is then counted."""
+        """True if one more attempt is allowed, which is then counted."""
         self._refill()
         if self._earned >= 1.0:
             self._earned -= 1.0

@@ -14,7 +14,7 @@ doubtful if its worker is ejected, or refuses so much more than the others that 
 from collections.abc import Callable, Collection, Mapping
 
 from kvatlas.dataclass import dataclass
-from kvatlas.outliers.store import CLAIM_S, HALF_LIFE_S, OutlierChange, OutlierRecord, Verdict
+from kvatlas.ejection.store import CLAIM_S, HALF_LIFE_S, EjectionChange, EjectionRecord, Verdict
 
 LEAST_BAD = 2.5
 """Three failures, faded a little."""
@@ -84,7 +84,7 @@ class Avoided:
     retry_after_s: float = 0.0
 
 
-class PoolOutliers:
+class PoolEjections:
     """One pool, as one router knows it. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class PoolOutliers:
 
     # ------------------------------------------------------------ sharing
 
-    def take_changes(self, now: float, *, used: bool) -> list[OutlierChange]:
+    def take_changes(self, now: float, *, used: bool) -> list[EjectionChange]:
         """The changes to share now: counts of workers that recently failed, and verdicts. `used`: this router has requests for
         the pool, so it may ask to try workers again."""
         changes = []
@@ -222,13 +222,13 @@ class PoolOutliers:
             times = worker.times - (worker.verdict is Verdict.EJECT)
             seconds = _eject_s(times) if worker.verdict is Verdict.EJECT else 0.0
             own = worker.own
-            changes.append(OutlierChange(worker_id, own.good, own.bad, worker.verdict, times, seconds))
+            changes.append(EjectionChange(worker_id, own.good, own.bad, worker.verdict, times, seconds))
             worker.shared.fade(now)
             worker.shared.good, worker.shared.bad = worker.shared.good + own.good, worker.shared.bad + own.bad
             worker.own, worker.verdict = _Counts(now), Verdict.COUNT
         return changes
 
-    def put_back(self, changes: Collection[OutlierChange], now: float) -> None:
+    def put_back(self, changes: Collection[EjectionChange], now: float) -> None:
         """Take back changes that the store did not confirm, to share them again. If the store did apply them, some answers
         count twice, which does no harm."""
         for change in changes:
@@ -239,7 +239,7 @@ class PoolOutliers:
             elif change.verdict is Verdict.PROBE:  # no store to decide who may try: this router does
                 worker.may_probe = now + CLAIM_S
 
-    def update(self, records: Mapping[str, OutlierRecord], router_id: str, now: float) -> None:
+    def update(self, records: Mapping[str, EjectionRecord], router_id: str, now: float) -> None:
         """Take the records of all routers, as just read."""
         for worker_id, record in records.items():
             worker = self._worker(worker_id, now)

@@ -15,7 +15,7 @@ def stays(_: frozenset[str], began: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SentTry:
+class SentAttempt:
     """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
     answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request, whose answer has
     begun or not, may be tried on one of these workers instead; its budget is then charged for that."""
@@ -29,14 +29,14 @@ class SentTry:
 
 
 class _Monitor(Protocol):
-    def receive(self, watched: "WatchedTry") -> None: ...
+    def receive(self, watched: "WatchedAttempt") -> None: ...
 
-    def close(self, watched: "WatchedTry", *, left: bool) -> None: ...
+    def close(self, watched: "WatchedAttempt", *, left: bool) -> None: ...
 
     def count_move(self) -> None: ...
 
 
-class WatchedTry:
+class WatchedAttempt:
     """Call `progress` for each part of the answer, and `end` or `leave`.
 
     `reading`: it waits for the engine, not for its client; an answer that has begun is given up only then. `hangs`: it was
@@ -44,7 +44,7 @@ class WatchedTry:
 
     __slots__ = ("_cancelled", "_monitor", "_task", "began", "hangs", "is_lost", "reading", "sent", "status")
 
-    def __init__(self, monitor: _Monitor, sent: SentTry, task: "asyncio.Task[object] | None") -> None:
+    def __init__(self, monitor: _Monitor, sent: SentAttempt, task: "asyncio.Task[object] | None") -> None:
         self.sent = sent
         self.began = False
         self.hangs = self.is_lost = False

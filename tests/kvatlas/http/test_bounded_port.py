@@ -9,11 +9,11 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 
-from kvatlas.runtime.bounded_port import BoundedPort
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import listen
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.bounded_port import BoundedPort
+from kvatlas.http.server import listen
 from tests.eventually import until
-from tests.kvatlas.runtime.http_listener import read_to_end
+from tests.kvatlas.http.listener import read_to_end
 
 pytestmark = pytest.mark.anyio
 

@@ -12,10 +12,10 @@ from functools import partial
 from secrets import token_hex
 from typing import Any
 
+from kvatlas.http.connection_shares import Place
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.server import Listener
 from kvatlas.runtime.background_task import end_tasks
-from kvatlas.runtime.connection_shares import Place
-from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_server import Listener
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 _ABSTRACT = "unix-abstract:"

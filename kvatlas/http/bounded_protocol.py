@@ -21,12 +21,12 @@ from urllib.parse import unquote
 from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvatlas.runtime.chunked_body import ChunkedBody
-from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
-from kvatlas.runtime.error_form import error_form
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
-from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
+from kvatlas.http.access import MOST_HEADER_BYTES, HttpAccess
+from kvatlas.http.chunked_body import ChunkedBody
+from kvatlas.http.connection_shares import Closable, ConnectionShares, Place
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.error_form import error_form
+from kvatlas.http.guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0
@@ -82,8 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_place = True
         self._refused = False
         self.url = b""
-        self._on_leave: Callable[[], None] | None = None
-        """See `ON_LEAVE`."""
+        self._departure = _Departure()
         self._in_head = True
         """No request has begun, or its headers are not complete."""
         self._has_begun = False
@@ -241,25 +240,13 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.scope[ON_LEAVE] = self._call_on_leave  # type: ignore[literal-required]
+        self._departure = cycle.scope[ON_LEAVE] = _Departure()  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = WithoutChunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
-    def _call_on_leave(self, leave: Callable[[], None]) -> None:
-        if self.cycle.disconnected:
-            leave()
-        else:
-            self._on_leave = leave
-
-    def _leave(self) -> None:
-        """Let the application know that the client has left, or is refused."""
-        leave, self._on_leave = self._on_leave, None
-        if leave is not None:
-            leave()
-
     def on_response_complete(self) -> None:
-        self._on_leave = None
+        self._departure.forget()
         super().on_response_complete()
         self._read()
         self._note_use()
@@ -270,7 +257,7 @@ class BoundedProtocol(HttpToolsProtocol):
         del self._head_parser  # it refers to this object
         self._shares.close(self)
         self._cancel_deadline()
-        self._leave()
+        self._departure.report()
 
     def shutdown(self) -> None:
         """Stop the server without waiting for an unfinished body."""
@@ -371,7 +358,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._leave()
+            self._departure.report()
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self._answer(status, line)
             if self.transport.can_write_eof():
@@ -391,6 +378,33 @@ def _target_in(data: bytes) -> bytes:
     """The target of a request that is not parsed; empty if it is cut."""
     words = data.split(b" ", 2)
     return words[1] if len(words) == 3 else b""
+
+
+class _Departure:
+    """Lets one request's application know that the client has left, or is refused; see `ON_LEAVE`. It does not refer to the
+    connection, which refers to it."""
+
+    __slots__ = ("_call", "_has_left")
+
+    def __init__(self) -> None:
+        self._call: Callable[[], None] | None = None
+        self._has_left = False
+
+    def __call__(self, call: Callable[[], None]) -> None:
+        if self._has_left:
+            call()
+        else:
+            self._call = call
+
+    def report(self) -> None:
+        """The client has left."""
+        call, self._call, self._has_left = self._call, None, True
+        if call is not None:
+            call()
+
+    def forget(self) -> None:
+        """The request is answered."""
+        self._call = None
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Outliers in all pools that one router uses, shared with the other routers through the store."""
+"""Ejections in all pools that one router uses, shared with the other routers through the store."""
 
 import asyncio
 import logging
@@ -6,12 +6,12 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvatlas.outliers.store import SharedOutliers
+from kvatlas.ejection.store import SharedEjections
 from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
-from kvatlas_router.outliers.pool_outliers import Avoided, PoolOutliers
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.pool_ejections import Avoided, PoolEjections
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.upstream.status_verdict import Verdict, judge, retry_after_s
 
 EVERY_S = 1.0
@@ -25,9 +25,9 @@ _log = logging.getLogger("router_client")
 
 
 @dataclass(slots=True)
-class OutlierCounters:
+class EjectionCounters:
     """Plain integers since the router started. `good`, `bad`: answers that count for or against their workers. `ejections`:
-    workers ejected by this router; `readmissions`: workers readmitted after an answered try."""
+    workers ejected by this router; `readmissions`: workers readmitted after an answered attempt."""
 
     good: int = 0
     bad: int = 0
@@ -39,61 +39,61 @@ class OutlierCounters:
 class _Pool:
     """`left`: ejected workers that the fleet no longer has."""
 
-    outliers: PoolOutliers
+    ejections: PoolEjections
     used_at: float
     asked_at: float = 0.0
     retries: RetryBudget = field(default_factory=RetryBudget)
     left: frozenset[str] = frozenset()
 
 
-class OutlierMonitor:
+class EjectionMonitor:
     """Records answers and names the workers to avoid. Neither waits for the store, which gets failures within a millisecond and
     is read each second. While the store is down, each router uses only its own answers."""
 
     def __init__(
         self,
-        shared: SharedOutliers,
+        shared: SharedEjections,
         router_id: str,
         members: Callable[[str], Awaitable[Collection[str]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`members`: given a pool's id, its workers, including those that get no requests now."""
-        self.counters = OutlierCounters()
+        self.counters = EjectionCounters()
         self._shared = shared
         self._router_id = router_id
         self._members = members
         self._clock = clock
         self._pools: dict[str, _Pool] = {}
         self._wake = asyncio.Event()
-        self._task = BackgroundTask(self._run, "kvatlas outliers")
+        self._task = BackgroundTask(self._run, "kvatlas ejections")
 
     def suspects(self, pool_id: str) -> bool:
         """True if the pool has any worker to avoid. Called for each request of the pool."""
-        outliers, now = self._outliers(pool_id), self._clock()
+        ejections, now = self._ejections(pool_id), self._clock()
         self._pools[pool_id].used_at = now
-        return outliers.has_suspects(now)
+        return ejections.has_suspects(now)
 
     def avoid(self, pool_id: str, candidates: Collection[str]) -> Avoided:
-        """See `PoolOutliers.avoid`."""
-        return self._outliers(pool_id).avoid(candidates, self._clock())
+        """See `PoolEjections.avoid`."""
+        return self._ejections(pool_id).avoid(candidates, self._clock())
 
     def retry_budget(self, pool_id: str) -> RetryBudget:
         """This router's retry budget for the pool. Each pool has its own, so that one's failures don't use up another's."""
-        self._outliers(pool_id)
+        self._ejections(pool_id)
         return self._pools[pool_id].retries
 
     def record_sent(self, pool_id: str, worker_id: str) -> None:
         """Record that a request is sent to this worker."""
-        self._outliers(pool_id).record_sent(worker_id, self._clock())
+        self._ejections(pool_id).record_sent(worker_id, self._clock())
 
     def record_good(self, pool_id: str, worker_id: str) -> None:
         """Record that the worker began a successful answer."""
         self.counters.good += 1
-        self._outliers(pool_id).record_good(worker_id, self._clock())
+        self._ejections(pool_id).record_good(worker_id, self._clock())
 
     def record_complete(self, pool_id: str, worker_id: str) -> None:
         """Record that an answer of the worker is complete."""
-        if self._outliers(pool_id).record_complete(worker_id, self._clock()):
+        if self._ejections(pool_id).record_complete(worker_id, self._clock()):
             self.counters.readmissions += 1
             _log.info("worker %s: answers again; readmitted", worker_id)
             self._wake.set()
@@ -101,10 +101,10 @@ class OutlierMonitor:
     def record_bad(self, pool_id: str, worker_id: str, why: str, *, unreachable: bool = False) -> None:
         """Record that a request failed at this worker."""
         self.counters.bad += 1
-        outliers, now = self._outliers(pool_id), self._clock()
-        if seconds := outliers.record_bad(worker_id, now, unreachable=unreachable):
+        ejections, now = self._ejections(pool_id), self._clock()
+        if seconds := ejections.record_bad(worker_id, now, unreachable=unreachable):
             self.counters.ejections += 1
-            bad, total = outliers.rate_of(worker_id, now)
+            bad, total = ejections.rate_of(worker_id, now)
             _log.warning(
                 "worker %s: %.0f of its last %.0f answers failed (%s); ejected for %g s",
                 worker_id,
@@ -124,7 +124,7 @@ class OutlierMonitor:
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
         elif verdict is Verdict.REFUSED:
-            if self._outliers(pool_id).record_refused(worker_id, self._clock()):
+            if self._ejections(pool_id).record_refused(worker_id, self._clock()):
                 verdict = Verdict.DOUBTFUL
         elif verdict is Verdict.DOUBTFUL:
             self.record_unknown(pool_id, worker_id)
@@ -137,11 +137,11 @@ class OutlierMonitor:
 
     def record_unknown(self, pool_id: str, worker_id: str) -> None:
         """Record that a request ended without evidence about its worker."""
-        self._outliers(pool_id).record_unknown(worker_id)
+        self._ejections(pool_id).record_unknown(worker_id)
 
     def rest(self, pool_id: str, worker_id: str, seconds: float) -> None:
         """Avoid the worker for this time, as its engine asked."""
-        self._outliers(pool_id).rest(worker_id, seconds, self._clock())
+        self._ejections(pool_id).rest(worker_id, seconds, self._clock())
 
     def ejected(self) -> Mapping[str, float]:
         """Ejected workers of all pools, with the seconds left; 0 or less: half open. Workers that left the fleet are excluded,
@@ -149,7 +149,7 @@ class OutlierMonitor:
         now = self._clock()
         pools = list(self._pools.values())  # metrics are read on another thread
         return {
-            id: seconds for pool in pools for id, seconds in pool.outliers.ejected(now).items() if id not in pool.left
+            id: seconds for pool in pools for id, seconds in pool.ejections.ejected(now).items() if id not in pool.left
         }
 
     @property
@@ -168,9 +168,9 @@ class OutlierMonitor:
     async def exchange(self, pool_id: str) -> None:
         """Share and read once. Raises what the store raises; unshared changes are kept then."""
         pool, now = self._pools[pool_id], self._clock()
-        for worker_id in pool.outliers.ended_trials(now):
+        for worker_id in pool.ejections.ended_trials(now):
             self.record_complete(pool_id, worker_id)
-        changes = pool.outliers.take_changes(now, used=pool.used_at > pool.asked_at)
+        changes = pool.ejections.take_changes(now, used=pool.used_at > pool.asked_at)
         pool.asked_at = now
         shared = False
         try:
@@ -179,9 +179,9 @@ class OutlierMonitor:
             shared = True
         finally:
             if not shared:
-                pool.outliers.put_back(changes, self._clock())
-        pool.outliers.update(records, self._router_id, self._clock())
-        if ejected := pool.outliers.ejected(self._clock()):
+                pool.ejections.put_back(changes, self._clock())
+        pool.ejections.update(records, self._router_id, self._clock())
+        if ejected := pool.ejections.ejected(self._clock()):
             pool.left = frozenset(ejected.keys() - await self._members(pool_id))
 
     async def _run(self) -> None:
@@ -199,12 +199,12 @@ class OutlierMonitor:
                 try:
                     await self.exchange(pool_id)
                 except STORE_FAILURES as error:
-                    _log.debug("pool %s: outliers were not shared (%s); trying again", pool_id, reason(error))
+                    _log.debug("pool %s: ejections were not shared (%s); trying again", pool_id, reason(error))
                     self._wake.clear()
 
-    def _outliers(self, pool_id: str) -> PoolOutliers:
+    def _ejections(self, pool_id: str) -> PoolEjections:
         pool = self._pools.get(pool_id)
         if pool is None:
-            pool = self._pools[pool_id] = _Pool(PoolOutliers(), self._clock())
+            pool = self._pools[pool_id] = _Pool(PoolEjections(), self._clock())
             self._wake.set()
-        return pool.outliers
+        return pool.ejections

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from kvatlas.errors import KvatlasError
 from kvatlas.identity import Scope
-from kvatlas_router.outliers.monitor import OutlierMonitor
-from kvatlas_router.outliers.pool_outliers import Avoided
+from kvatlas_router.ejection.monitor import EjectionMonitor
+from kvatlas_router.ejection.pool_ejections import Avoided
 from router_client.errors import NoWorkers
 from router_client.prompt import Prompt
 
@@ -27,13 +27,13 @@ class Avoidance:
 
     def __init__(
         self,
-        outliers: OutlierMonitor,
+        ejections: EjectionMonitor,
         workers_of: Callable[[Scope], Awaitable[Collection[str]]],
         stalled_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
     ) -> None:
         """`workers_of`: ids of a pool's workers that may get requests. `stalled_in`: ids of those that make no progress."""
         self._stalled_in = stalled_in
-        self._outliers = outliers
+        self._ejections = ejections
         self._workers_of = workers_of
 
     async def choose(
@@ -62,8 +62,8 @@ class Avoidance:
 
     async def _avoided(self, prompt: Prompt) -> Avoided:
         pool_id = prompt.scope.pool_id
-        if not self._outliers.suspects(pool_id):
+        if not self._ejections.suspects(pool_id):
             return Avoided()
         workers = await self._workers_of(prompt.scope)
         unfit = prompt.select.unfit if prompt.select is not None else {}
-        return self._outliers.avoid(pool_id, set(workers) - unfit.keys())
+        return self._ejections.avoid(pool_id, set(workers) - unfit.keys())

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
     PROBE = "probe"
 
 
-class OutlierChange(NamedTuple):
+class EjectionChange(NamedTuple):
     """A router's addition to a worker's record: answers since its last change, and a verdict.
 
     `times`: ejections that the router knew of. An ejection counts only if that number is still right, so two routers that
@@ -43,7 +43,7 @@ class OutlierChange(NamedTuple):
     eject_s: float = 0.0
 
 
-class OutlierRecord(NamedTuple):
+class EjectionRecord(NamedTuple):
     """A worker as all routers know it. `left_s`: time left of its ejection, 0 or less if it is over, None if not ejected.
     `times`: number of recent ejections. `prober`: the router that may try it now, '' for none."""
 
@@ -54,42 +54,42 @@ class OutlierRecord(NamedTuple):
     prober: str
 
 
-class SharedOutliers(Protocol):
+class SharedEjections(Protocol):
     """A shared place for routers' knowledge of failing workers."""
 
     async def exchange(
-        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
-    ) -> Mapping[str, OutlierRecord]:
+        self, pool_id: str, router_id: str, changes: Sequence[EjectionChange]
+    ) -> Mapping[str, EjectionRecord]:
         """Make these changes, and read every record of the pool. Raises Unreachable."""
 
 
-def outliers_key(pool_id: str) -> str:
-    return f"kva:{{pool:{pool_id}}}:outliers"
+def ejections_key(pool_id: str) -> str:
+    return f"kva:{{pool:{pool_id}}}:ejections"
 
 
-class OutlierStore:
-    """See `SharedOutliers`; all times are by the store's clock."""
+class EjectionStore:
+    """See `SharedEjections`; all times are by the store's clock."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def exchange(
-        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
-    ) -> Mapping[str, OutlierRecord]:
-        found: Mapping[str, OutlierRecord] = {}
+        self, pool_id: str, router_id: str, changes: Sequence[EjectionChange]
+    ) -> Mapping[str, EjectionRecord]:
+        found: Mapping[str, EjectionRecord] = {}
         for first in range(0, max(1, len(changes)), CHANGES_A_CALL):
             found = await self._exchange(pool_id, router_id, changes[first : first + CHANGES_A_CALL])
         return found
 
     async def _exchange(
-        self, pool_id: str, router_id: str, changes: Sequence[OutlierChange]
-    ) -> Mapping[str, OutlierRecord]:
+        self, pool_id: str, router_id: str, changes: Sequence[EjectionChange]
+    ) -> Mapping[str, EjectionRecord]:
         rows = [(*change[:3], change.verdict.value, change.times, round(change.eject_s * 1e6)) for change in changes]
         times_us = [round(seconds * 1e6) for seconds in (HALF_LIFE_S, CLAIM_S, KEEP_S)]
         args = [router_id, *times_us, msgpack.packb(rows, use_bin_type=False)]
-        packed: bytes = await call_pool(self._store, "outliers", pool_id, args, keys=[outliers_key(pool_id)])
+        packed: bytes = await call_pool(self._store, "ejections", pool_id, args, keys=[ejections_key(pool_id)])
         records: Sequence[Sequence[Any]] = msgpack.unpackb(packed)
         return {
-            worker_id: OutlierRecord(good, bad, None if left_us is False else left_us / 1e6, times, prober)
+            worker_id: EjectionRecord(good, bad, None if left_us is False else left_us / 1e6, times, prober)
             for worker_id, good, bad, left_us, times, prober in records
         }
