@@ -92,7 +92,7 @@ class Catalogue:
     async def scope_of(
         self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
     ) -> Scope | None:
-        """The identity scope of a request that names this model; None if no engine serves it or did within GONE_S. Without a
+        """The identity scope of a request that names this model; None if no engine serves it, nor did within GONE_S. Without a
         name, the fleet's model if there is only one."""
         served = await self._find(name, seen_by)
         if name is not None:
@@ -225,10 +225,14 @@ class Catalogue:
         return found
 
     def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
-        """What the name stands for, or did within GONE_S."""
+        """What the name stands for; or what it did within GONE_S, if no worker of that model can get requests."""
         if served is None:
             known, at = self._remembered.get(key, (None, 0.0))
-            return known if self._clock() - at <= GONE_S else None
+            if known is None or self._clock() - at > GONE_S:
+                return None
+            pool = known.model_id, known.tokenizer_id
+            serving = (one.endpoint for one in self._current().values() if one.routable)
+            return None if pool in ((one.model_id, one.tokenizer_id) for one in serving) else known
         self._remembered.pop(key, None)
         self._remembered[key] = served, self._clock()
         if len(self._remembered) > MOST_TENANTS:
