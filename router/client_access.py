@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Scope
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.runtime.http_guard import PROVEN
+from kvatlas.http.guard import PROVEN
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange

@@ -14,8 +14,8 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
+from kvatlas.http.server import Listener, listen, serve
 from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
-from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_access import open_borders
@@ -120,7 +120,7 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """Open the application with all its parts. `kvatlas.runtime.http_server` serves it: no other server lets it know when a
+    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a
     client leaves (`ON_LEAVE`)."""
     stack = AsyncExitStack()
     try:

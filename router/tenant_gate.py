@@ -5,8 +5,8 @@ Its `Permit` is then in the scope (`permit_of`), and its answer's headers say wh
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvatlas.runtime.http_access import PROBES
-from kvatlas.runtime.http_guard import CERTIFICATE, BodyTooLong, bounded_body
+from kvatlas.http.access import PROBES
+from kvatlas.http.guard import CERTIFICATE, BodyTooLong, bounded_body
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.limits import OverLimit, Permit

@@ -58,8 +58,9 @@ class ChoiceStatistics:
         counters.resident_tokens += result.resident_tokens
         counters.usable_tokens += result.usable_tokens
         counters.predicted_tokens += result.predicted_tokens
-        counters.no_room += bool(result.over & NO_ROOM)
-        counters.over_slo += bool(result.over & MISSES_SLO)
+        if result.over:
+            counters.no_room += bool(result.over & NO_ROOM)
+            counters.over_slo += bool(result.over & MISSES_SLO)
         counters.decision_time.add((time.perf_counter_ns() - started_ns) / 1e9, span=sampled_context())
 
     def remember(self, prompt: Prompt, choice: Choice) -> None:

@@ -203,7 +203,7 @@ class ChoiceData:
     @property
     def mode(self) -> str:
         """`basis` as text."""
-        return self.basis.value
+        return str(self.basis)
 
     @property
     def advice(self) -> Advice:

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 from starlette.types import ASGIApp
 
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.server import listen, serve
 from kvatlas_simulator.cache.block_hash import BlockHasher
 from kvatlas_simulator.cache.kv_cache import KVCache
 from kvatlas_simulator.cache.resident_blocks import list_resident_blocks

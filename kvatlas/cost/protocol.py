@@ -150,9 +150,9 @@ class CostTerm:
         return f"{self.name} {self.us} us ({self.amount} {self.unit})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TermKind:
-    """The name of a profile's n-th term, and the unit of its amount."""
+    """The name of a profile's n-th term, and the unit of its amount. One object for each."""
 
     name: str
     unit: str

@@ -219,7 +219,7 @@ class FleetStore:
     async def put_objects(self, holders: Mapping[str, str], tenant_id: str | None = None) -> None:
         """Record the workers of a tenant's objects, by object id. Its oldest objects are dropped."""
         pairs = [text for pair in holders.items() for text in pair]
-        fixed = [MOST_OBJECTS, KEEP_OBJECTS_S, tenant_id or ""]
+        fixed: list[str | int] = [MOST_OBJECTS, KEEP_OBJECTS_S, tenant_id or ""]
         for first in range(0, len(pairs), 2 * OBJECTS_A_CALL):
             some = pairs[first : first + 2 * OBJECTS_A_CALL]
             await self._call("kvatlas_fleet_put_objects", object_keys(tenant_id), [*fixed, *some])

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.http.access import HttpAccess
 from kvatlas.settings.field_types import Name, Port
 from kvatlas.settings.http import HttpSettings, read_tokens
 from kvatlas.settings.process import HelpGroups

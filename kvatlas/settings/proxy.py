@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from kvatlas.addresses import is_loopback
-from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.http.access import HttpAccess
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
 from kvatlas.settings.lookup import LookupSettings

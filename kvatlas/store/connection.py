@@ -64,6 +64,8 @@ class Store:
         self.url = access.url
         self.name = access.name
         self.attributes = access.attributes
+        self.marked_s: dict[str, float] = {}
+        """When each function library was last marked as used, by the monotonic clock."""
         self._nodes: dict[str, RedisConnections] = {}
         """By node of a cluster; a standalone store has one entry with an empty name."""
         self._replica_nodes: dict[str, RedisConnections] = {}
@@ -152,7 +154,8 @@ class Store:
         return connections
 
     def _connections(self) -> RedisConnections:
-        return self._connections_to("", self.client.connection_pool.make_connection)
+        known = self._nodes.get("")
+        return known or self._connections_to("", self.client.connection_pool.make_connection)
 
     def _connections_to_node(self, node: ClusterNode) -> RedisConnections:
         return self._connections_to(

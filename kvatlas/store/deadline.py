@@ -50,11 +50,13 @@ class LateCalls:
 
     def __init__(self) -> None:
         self.latency = StoreLatency()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._late: set[asyncio.Task[Any]] = set()
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
-        loop = asyncio.get_running_loop()
+        if (loop := self._loop) is None:  # asking for it takes Python 3.11 a system call
+            loop = self._loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         task = loop.create_task(self._measure(call, waiter))
         timer = loop.call_later(max(0.0, seconds), _end, waiter)
@@ -64,12 +66,14 @@ class LateCalls:
                 if task.done():
                     break
                 await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._keep(task)  # if it has just failed, too, its error is retrieved
+            raise
         finally:
             timer.cancel()
-            if not task.done():
-                self._keep(task)
         try:
             if not task.done():
+                self._keep(task)
                 raise TimeoutError
             return task.result()
         finally:

@@ -12,9 +12,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic, perf_counter
-from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
@@ -97,7 +95,6 @@ class FunctionLibrary:
         self.family = family
         self.folder = folder
         self.shared = shared
-        self._marked_s: WeakKeyDictionary[Store, float] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -155,32 +152,49 @@ class FunctionLibrary:
         try:
             await self._mark(store)
         except (Unreachable, RedisError):
-            del self._marked_s[store]
+            del store.marked_s[self.name]
 
     async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        with _Observed("FCALL", function, store):
-            return await self._call(store, store.fcall, function, keys, args)
+        return await self._call("FCALL", store, store.fcall, function, keys, args)
 
     async def call_ro(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """`call` for a function that writes nothing."""
-        with _Observed("FCALL_RO", function, store):
-            return await self._call(store, store.fcall_ro, function, keys, args)
+        return await self._call("FCALL_RO", store, store.fcall_ro, function, keys, args)
 
     async def call_ro_many(
         self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]
     ) -> list[Any]:
         """Several (keys, args) for one function that writes nothing: see `Store.fcall_ro_many`."""
-        with _Observed("FCALL_RO", function, store, len(calls)):
-            answers: list[Any] = await self._call(store, store.fcall_ro_many, function, calls)
+        answers: list[Any] = await self._call(
+            "FCALL_RO", store, store.fcall_ro_many, function, calls, together=len(calls)
+        )
         return answers
 
-    async def _call(self, store: Store, call: Callable[..., Awaitable[Any]], function: str, *what: Any) -> Any:
-        if monotonic() >= self._marked_s.get(store, -MARK_EVERY_S) + MARK_EVERY_S:
-            await self._mark(store)
-        return await self._call_or_load(store, call, function, *what)
+    async def _call(
+        self,
+        operation: str,
+        store: Store,
+        call: Callable[..., Awaitable[Any]],
+        function: str,
+        *what: Any,
+        together: int = 1,
+    ) -> Any:
+        """Make a call, or several `together`, in a span, and count the duration."""
+        failure = ""
+        with store_span(operation, function, store.attributes, together):
+            began = perf_counter()
+            try:
+                if monotonic() >= store.marked_s.get(self.name, -MARK_EVERY_S) + MARK_EVERY_S:
+                    await self._mark(store)
+                return await self._call_or_load(store, call, function, *what)
+            except Exception as error:
+                failure = type(error).__name__
+                raise
+            finally:
+                _durations.add((operation, function, failure), perf_counter() - began, sampled_context())
 
     async def _mark(self, store: Store) -> None:
-        self._marked_s[store] = monotonic()
+        store.marked_s[self.name] = monotonic()
         try:
             await self._call_or_load(store, store.fcall, f"{self.family}_mark", [mark_key(self.name)], [USED_FOR_S])
         except NoPermissionError as error:
@@ -205,28 +219,6 @@ class FunctionLibrary:
 def _top_level(source: str) -> list[str]:
     """The names that a file's top level declares."""
     return [name for names in _TOP_LEVEL.findall(source) for name in names.split(", ")]
-
-
-class _Observed:
-    """Records a call's span, and its duration by function. A class, because a generator takes twice as long to enter."""
-
-    __slots__ = ("_began", "_function", "_operation", "_span")
-
-    def __init__(self, operation: str, function: str, store: Store, calls: int = 1) -> None:
-        self._operation = operation
-        self._function = function
-        self._span = store_span(operation, function, store.attributes, calls)
-
-    def __enter__(self) -> None:
-        self._span.__enter__()
-        self._began = perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        failure = type(error).__name__ if isinstance(error, Exception) else ""
-        _durations.add((self._operation, self._function, failure), perf_counter() - self._began, sampled_context())
-        self._span.__exit__(kind, error, traceback)
 
 
 def mark_key(library: str) -> str:

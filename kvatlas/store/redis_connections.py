@@ -81,8 +81,11 @@ class RedisConnections:
         open_ones = self._open
         if not open_ones:
             return None
-        best = min(open_ones, key=_Pipeline.waiting)
-        if best.waiting() and len(open_ones) < MOST_CONNECTIONS and self._opening is None:
+        best = open_ones[0]
+        for one in open_ones:
+            if len(one.calls) < len(best.calls):
+                best = one
+        if best.calls and len(open_ones) < MOST_CONNECTIONS and self._opening is None:
             self._begin_opening()
         return best
 
@@ -125,8 +128,8 @@ class _Pipeline(asyncio.Protocol):
         self._reader = Reader(
             protocolError=ProtocolError, replyError=BaseParser.parse_error, notEnoughData=_NOTHING_YET
         )
-        self._calls: deque[tuple[asyncio.Future[list[Any]], list[Any], int, float]] = deque()
-        """Each call's future, its answers so far, how many it expects, and when it was sent."""
+        self.calls: deque[tuple[asyncio.Future[list[Any]], list[Any], int, float]] = deque()
+        """Unanswered calls: each one's future, its answers so far, how many it expects, and when it was sent."""
         self._timer: asyncio.TimerHandle | None = None
         self._lost: RedisError | None = None
         self._finishing = False
@@ -134,10 +137,6 @@ class _Pipeline(asyncio.Protocol):
         self._writable.set()
         self._transport.set_protocol(self)
         self._transport.resume_reading()
-
-    def waiting(self) -> int:
-        """Number of unanswered calls."""
-        return len(self._calls)
 
     async def send(self, packed: bytes, count: int) -> list[Any]:
         """The answers to `count` commands. Raises the connection's errors."""
@@ -147,7 +146,7 @@ class _Pipeline(asyncio.Protocol):
         if self._lost is not None:
             raise self._lost
         future: asyncio.Future[list[Any]] = self._loop.create_future()
-        self._calls.append((future, [], count, self._loop.time()))
+        self.calls.append((future, [], count, self._loop.time()))
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._check_time)
         self._transport.write(packed)
@@ -156,7 +155,7 @@ class _Pipeline(asyncio.Protocol):
     def finish(self) -> None:
         """Close once everything is answered."""
         self._finishing = True
-        if not self._calls:
+        if not self.calls:
             self.close()
 
     def close(self) -> None:
@@ -167,7 +166,7 @@ class _Pipeline(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
-        calls = self._calls
+        calls = self.calls
         try:
             while (answer := self._reader.gets()) is not _NOTHING_YET:
                 if isinstance(answer, PushNotification):
@@ -201,9 +200,9 @@ class _Pipeline(asyncio.Protocol):
     def _check_time(self) -> None:
         """Check the first waiting call, which is the oldest."""
         self._timer = None
-        if not self._calls:
+        if not self.calls:
             return
-        left_s = self._calls[0][3] + self._timeout_s - self._loop.time()
+        left_s = self.calls[0][3] + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._check_time)
         else:
@@ -222,7 +221,7 @@ class _Pipeline(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._writable.set()
-        calls, self._calls = self._calls, deque()
+        calls, self.calls = self.calls, deque()
         for future, *_ in calls:
             if not future.done():
                 future.set_exception(error)

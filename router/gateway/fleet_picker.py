@@ -349,7 +349,9 @@ class FleetPicker:
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""
         scope = self._any_scope(workers, asked.caller.tenant_id)
-        return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
+        return _Read(
+            self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id"), asked.caller), None
+        )
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
         """The scope of the model of a random candidate that may see the tenant's prompts. Raises NoWorkers."""

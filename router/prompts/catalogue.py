@@ -225,15 +225,20 @@ class Catalogue:
         return found
 
     def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
-        """What the name stands for, or did within GONE_S."""
+        """What the name stands for, or did within GONE_S, unless its pool has engines up."""
         if served is None:
             known, at = self._remembered.get(key, (None, 0.0))
-            return known if self._clock() - at <= GONE_S else None
+            return known if self._clock() - at <= GONE_S and not self._is_served(known) else None
         self._remembered.pop(key, None)
         self._remembered[key] = served, self._clock()
         if len(self._remembered) > MOST_TENANTS:
             del self._remembered[next(iter(self._remembered))]
         return served
+
+    def _is_served(self, model: ServedModel | None) -> bool:
+        """True if the pool has engines up: what they don't list, they have unloaded."""
+        pools = {(one.endpoint.model_id, one.endpoint.tokenizer_id) for one in self._current().values() if one.routable}
+        return model is not None and (model.model_id, model.tokenizer_id) in pools
 
     def _find_known(self, name: str | None, seen_by: str | None) -> ServedModel | None:
         records, key = self._current().values(), (name, seen_by)

@@ -27,8 +27,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.http.guard import ON_LEAVE
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.http_guard import ON_LEAVE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE

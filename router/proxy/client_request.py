@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Send
 
-from kvatlas.runtime.error_form import error_form
+from kvatlas.http.error_form import error_form
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import error_event, is_seen

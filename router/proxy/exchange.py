@@ -194,7 +194,7 @@ class Exchange:
             scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
             if request.caller.tenant_id is not None:
                 scope = replace(scope, tenant_id=request.caller.tenant_id)
-            read = self._reader.guess(scope, request.letters, request.id)
+            read = self._reader.guess(scope, request.letters, request.id, request.caller)
         else:
             read = await self._read_prompt(request)
         return replace(read, prompt=only_for(read.prompt, holder))

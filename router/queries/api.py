@@ -18,13 +18,15 @@ from kvatlas_router.queries.changes.change import Change, View
 from kvatlas_router.queries.changes.follow import MOST_FOLLOWERS, MOST_OF_TENANT, ChangeStreams
 from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.queries.holders import HolderQueries, Match
-from kvatlas_router.queries.question import ANY_TENANT, ONLY_GROUP, Form, Question, read_question
+from kvatlas_router.queries.question import ANY_TENANT, ONLY_GROUP, Form, Question, check_length, read_question
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
+MAX_HINT_TOKENS = 1 << 17
+"""Token ids of a prompt in hints, whose fields are checked all at once."""
 
 
 class QueryApi:
@@ -72,6 +74,8 @@ class QueryApi:
 
     async def read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
         """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel and Unreachable."""
+        if isinstance(tokens := body.get("token_ids"), list):
+            check_length("token_ids", len(tokens), MAX_HINT_TOKENS)
         read, _ = await self._bodies.read(body, caller)
         scope = read.prompt.scope
         if not caller.may_use(scope.adapter_id or scope.model_id):

@@ -10,7 +10,6 @@ For operators, on a separate port unless everything is on loopback: the same que
 X-KVAtlas-Tenant, and /metrics, /status.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
@@ -31,17 +30,15 @@ from kvatlas.version import own_version
 from kvatlas_router.client_access import ClientBorders, caller_of
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.prompts.request_reader import UnknownModel
-from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.changes.change import Change, position_text, read_position
 from kvatlas_router.queries.changes.follow import PositionLost
 from kvatlas_router.queries.counters import QueryCounters
+from kvatlas_router.queries.question_body import read_question_body
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
-LARGE_BODY = 64 << 10
-"""Larger bodies, in bytes, are read in a thread, since their JSON takes milliseconds."""
 CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
 """Paths by which other indexers are changed; refused here."""
 
@@ -136,12 +133,8 @@ def _event(change: Change | None) -> bytes:
 
 def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        caller, body = who(request), await request.body()
-        if len(body) > LARGE_BODY:
-            read, _ = await asyncio.to_thread(read_object, body)
-        else:
-            read, _ = read_object(body)
-        return JSONResponse(await answer(read, caller))
+        caller = who(request)
+        return JSONResponse(await answer(await read_question_body(await request.body()), caller))
 
     return handle
 

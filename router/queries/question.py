@@ -14,9 +14,9 @@ from kvatlas.blocks.external_chain import MAX_HASH, MIN_HASH
 from kvatlas.blocks.hashing import chain_of_local_hashes, pack_hashes
 from kvatlas.errors import InvalidValue
 
-MAX_TOKENS = 4_000_000
-MAX_HASHES = 65_536
-"""A million tokens in blocks of 16."""
+MAX_TOKENS = 1 << 20
+MAX_HASHES = MAX_TOKENS // 16
+"""As many tokens, in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
 """Means the caller's own tenant, since a query must name one."""

@@ -49,7 +49,7 @@ class BudgetedTokenizer:
         self._tokenizer = tokenizer
         self._pending: set[asyncio.Task[Tokens]] = set()
         self._slots = asyncio.Semaphore(self.budget.most_pending)
-        self._last_done_s = -inf  # by the event loop's clock
+        self._last_done_s = -inf
         self._log = RateLimitedLog(_log)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
@@ -91,12 +91,12 @@ class BudgetedTokenizer:
         await end_tasks(list(self._pending))
 
     async def _tokenize_in_time(self, request: TextRequest) -> Tokens:
-        began_s = asyncio.get_running_loop().time()
+        began_s = time.monotonic()
         if self._slots.locked():
             await self._wait_for_slot(began_s)
         else:
             await self._slots.acquire()  # at once
-        task = asyncio.ensure_future(self._tokenizer.token_ids(request))
+        task: asyncio.Task[Tokens] = asyncio.create_task(self._tokenizer.token_ids(request))
         self._pending.add(task)
         task.add_done_callback(self._discard)
         try:
@@ -128,17 +128,17 @@ class BudgetedTokenizer:
             raise
 
     async def _is_done_in_time(self, awaited: asyncio.Future[Any], began_s: float) -> bool:
-        clock, budget = asyncio.get_running_loop().time, self.budget
+        budget = self.budget
         while not awaited.done():
             due_s = max(began_s, self._last_done_s) + budget.deadline_ms / 1_000
-            left_s = min(due_s, began_s + max(budget.deadline_ms, budget.most_deadline_ms) / 1_000) - clock()
+            left_s = min(due_s, began_s + max(budget.deadline_ms, budget.most_deadline_ms) / 1_000) - time.monotonic()
             if left_s <= 0:
                 return False
             await wait_for_first((awaited,), left_s)
         return True
 
     def _waited_ms(self, began_s: float) -> int:
-        return round((asyncio.get_running_loop().time() - began_s) * 1_000)
+        return round((time.monotonic() - began_s) * 1_000)
 
     def _discard(self, task: asyncio.Task[Tokens]) -> None:
         self._pending.discard(task)
@@ -148,7 +148,7 @@ class BudgetedTokenizer:
         if (error := task.exception()) is not None:
             _log.debug("tokenizer: %s", error)  # also for late calls
         else:
-            self._last_done_s = asyncio.get_running_loop().time()
+            self._last_done_s = time.monotonic()
 
 
 def _check(token_ids: Sequence[int]) -> Sequence[int]:

@@ -146,10 +146,12 @@ class EngineTokenizer:
     async def _wait(self, asked: Mapping[asyncio.Task[Reply], str], patience_s: float | None) -> None:
         """Wait until one task finishes, or until none of these engines has answered for `patience_s`."""
         waits = True
-        while waits and not any(task.done() for task in asked):
+        while waits:
             began = self._clock()
             await wait_for_first(asked, patience_s)
-            waits = any(self._answered.get(engine, -inf) > began for engine in asked.values())
+            waits = not any(task.done() for task in asked) and any(
+                self._answered.get(engine, -inf) > began for engine in asked.values()
+            )
 
     def _in_turn(self, urls: Sequence[str]) -> Iterator[str]:
         """Each URL once, resting engines last."""
@@ -186,8 +188,9 @@ def _is_answer(path: str, status: int) -> bool:
 
 def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
     """The URL, the status and the decoded JSON; None if it is not JSON."""
-    with suppress(ValueError):
+    try:
         return url, answer.status, orjson.loads(answer.body)  # a number too long for it is no token id either
-    with suppress(ValueError, RecursionError):
-        return url, answer.status, answer.json()
+    except ValueError:
+        with suppress(ValueError, RecursionError):
+            return url, answer.status, answer.json()
     return url, answer.status, None

@@ -146,7 +146,7 @@ class EngineAttempt:
         self._incoming: IncomingAnswer | None = None
 
     async def __aenter__(self) -> Answer:
-        request, watched, clock = self._request, self._watched, AnswerClock()
+        request, watched, clock = self._request, self._watched, AnswerClock(lateness=self._client.lateness)
         try:
             url = _url(self._base_url, request)
             self._incoming = await self._client.send(request.method, url, self._headers, request.body)

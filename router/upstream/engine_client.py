@@ -20,6 +20,7 @@ from kvatlas_router.upstream.dns_cache import NameLookups
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_connection import EngineConnection, RawHeaders, describe
 from kvatlas_router.upstream.peer_timeouts import wait_patiently
+from router_client.learning.loop_lateness import LoopLateness
 
 CONNECT_S = 2.0
 KEEP_S = 4.0
@@ -117,7 +118,8 @@ class _Origin:
 
 class EngineClient:
     """Connections to engines, unlimited in number and kept open for a while. Ignores proxies and passwords of the environment,
-    since engines are near. `timeout_s`: time without a byte after which an engine counts as gone."""
+    since engines are near. `timeout_s`: time without a byte after which an engine counts as gone. `lateness`: the event loop's,
+    once it is entered."""
 
     def __init__(self, addresses: AddressPolicy, timeout_s: float, connect_s: float = CONNECT_S) -> None:
         self._addresses = addresses
@@ -131,6 +133,7 @@ class EngineClient:
     async def __aenter__(self) -> "EngineClient":
         self._tls = self._addresses.access.tls_context()
         self._loop = asyncio.get_running_loop()
+        self.lateness = LoopLateness.of_running_loop()
         return self
 
     async def __aexit__(self, *_: object) -> None:

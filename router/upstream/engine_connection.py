@@ -35,6 +35,7 @@ class EngineConnection(asyncio.Protocol):
 
     __slots__ = (
         "_bare_bytes",
+        "_has_end",
         "_heard_at",
         "_interim",
         "_is_silent",
@@ -81,7 +82,7 @@ class EngineConnection(asyncio.Protocol):
     def _begin(self, *, without_body: bool = False) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.has_head = self.done = False
+        self.has_head = self.done = self._has_end = False
         self.is_stale = False
         self._is_silent = True
         self.failure = ""
@@ -217,7 +218,11 @@ class EngineConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.has_head:  # a trailer
             return
-        self.headers.append((name, value.rstrip(b" \t")))
+        value = value.rstrip(b" \t")
+        self.headers.append((name, value))
+        lower = name.lower()
+        if lower == b"content-length" or (lower == b"transfer-encoding" and value.lower().endswith(b"chunked")):
+            self._has_end = True
         if len(self.headers) > MAX_HEADERS:
             self._fail(f"no HTTP answer: more than {MAX_HEADERS} headers")
 
@@ -227,7 +232,7 @@ class EngineConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         self._interim = _INTERIM <= status < _LEAST and status != _SWITCHING
         if self._interim:
-            self.headers = []
+            self.headers, self._has_end = [], False
             return
         if not _LEAST <= status < _END:
             self._fail(f"no HTTP answer: status {status}")
@@ -235,10 +240,7 @@ class EngineConnection(asyncio.Protocol):
         self.status, self.has_head = status, True
         if self._without_body:
             self.done = True
-        self.until_closed = not self.done and not any(
-            name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked"))
-            for name, value in ((name.lower(), value) for name, value in self.headers)
-        )
+        self.until_closed = not (self.done or self._has_end)
 
     def on_body(self, data: bytes) -> None:
         self._bare_bytes = 0

@@ -88,7 +88,7 @@ class PredictionAccuracy:
             known,
             chosen.cached_tokens,
             chosen.predicted_tokens,
-            by_index=basis.value in BY_INDEX,
+            by_index=basis in BY_INDEX,
             bounded=bool(endpoint.upper_bound),
         )
         self.count(prompt.scope.pool_id, predicted, usage)

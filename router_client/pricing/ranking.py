@@ -12,7 +12,7 @@ from kvatlas.cost.protocol import Load, TermKind, mean_load
 from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import OfferEvaluation
 from kvatlas.reservations.evaluation import interference_us, left_us, worth_us
-from kvatlas.reservations.room_and_slo import NO_ROOM, Over, level
+from kvatlas.reservations.room_and_slo import NO_ROOM, NOTHING, Over, level
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quote_desk import quote_candidates
@@ -127,7 +127,7 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
     delay_us = interference_us(for_kind.interference(criteria.interference_factor), work_us, running)
     if delay_us:
         cost = cost.plus(INTERFERENCE, delay_us, running)
-    over = evaluated.over & NO_ROOM
+    over = evaluated.over & NO_ROOM if evaluated.over else 0
     if cost.ttft_us is not None and cost.ttft_us > criteria.slo.ttft_ms * 1_000:
         over |= Over.TTFT
     if cost.tpot_us is not None and plan.output_tokens and cost.tpot_us > criteria.slo.tpot_ms * 1_000:
@@ -147,7 +147,7 @@ def _price_with_load(quote: Quote, evaluated: OfferEvaluation, criteria: Criteri
         quote.transferred_tokens,
         evaluated.load_known,
         predicted,
-        Over(over),
+        Over(over) if over else NOTHING,
         plan=plan,
         reads_store=quote.reads_store,
         upper_bound=describe_bound(quote.candidate.endpoint, quote.candidate.rule),

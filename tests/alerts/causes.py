@@ -177,7 +177,13 @@ def store_stutters(fleet: Fleet) -> AbstractAsyncContextManager[None]:
 @asynccontextmanager
 async def block_is_deleted(fleet: Fleet) -> AsyncIterator[None]:
     async with Redis.from_url(fleet.valkey.url) as store:
-        keys = [key async for key in store.scan_iter(match="kva:{s0}:blocks:*")]
+        keys: list[bytes] = []
+
+        async def are_indexed() -> bool:
+            keys[:] = [key async for key in store.scan_iter(match="kva:{s0}:blocks:*")]
+            return bool(keys)
+
+        await until(are_indexed, deadline_s=120, what="blocks are in the index")
         fields = await store.hkeys(keys[0])
         await store.hdel(keys[0], fields[0])
         yield

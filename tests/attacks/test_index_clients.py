@@ -3,8 +3,10 @@
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import anyio
 import grpc
 import pytest
+from anyio.abc import SocketStream
 
 from kvatlas.identity import Scope
 from kvatlas.index.redis.index import open_redis_index
@@ -13,7 +15,9 @@ from kvatlas_router.queries.changes import follow
 from kvatlas_router.queries.grpc_api.index_pb2 import Change, FollowRequest, OverlapRequest, OverlapResponse
 from kvatlas_router.queries.grpc_api.server import SERVICE
 from tests.attacks.guarded_router import ACME, OTHER, bearer, clients_text
+from tests.eventually import until
 from tests.indexer.running_replica import running_replica
+from tests.kvatlas.http.listener import read_to_end
 from tests.router.proxy.engines import MODEL, record
 from tests.router.queries.grpc_api.test_radix_index import ask, keyspace, query
 from tests.router.queries.servers import TOKENS, hold, running_index_server, write
@@ -48,7 +52,7 @@ async def test_a_clients_limits_hold_for_all_protocols_together(
                 await overlap(request, metadata=tuple(bearer(key).items()))
             return refused.value.code(), refused.value.details()
 
-        for key, tokens, why in ((OTHER, 200_000, "bytes"), (ACME, 4_000_001, "entries")):
+        for key, tokens, why in ((OTHER, 200_000, "bytes"), (ACME, 1_048_577, "entries")):
             code, line = await refusal(key, OverlapRequest(model=MODEL, token_ids=[1] * tokens))
             assert code is grpc.StatusCode.INVALID_ARGUMENT and why in (line or "")
         assert "request of client other refused: the message has 200" in caplog.text
@@ -94,3 +98,40 @@ async def test_one_tenants_followers_leave_room_for_others(
         stream = await followers.enter_async_context(client.stream("GET", path, headers=bearer(ACME)))
         assert stream.status_code == 200
     assert follow.MOST_OF_TENANT < follow.MOST_FOLLOWERS
+
+
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
+
+
+async def test_one_address_does_not_take_all_connections_of_grpc(store: Store, valkey_url: str) -> None:
+    await open_redis_index(store, writer=True)
+    async with (
+        running_index_server(valkey_url, grpc_port=0, http_connections=8) as (_, port),
+        AsyncExitStack() as held,
+        anyio.create_task_group() as tasks,
+    ):
+        assert port is not None
+        closed: list[int] = []
+
+        async def watch(number: int, stream: SocketStream) -> None:
+            await read_to_end(stream)
+            closed.append(number)
+
+        for number in range(20):
+            stream = await anyio.connect_tcp("127.0.0.1", port, local_host="127.0.0.2")
+            tasks.start_soon(watch, number, await held.enter_async_context(stream))
+        await until(lambda: len(closed) >= 14, what="those above the share are closed")
+        assert await ask(port, query(1, keyspace())) == {1: []}
+        await until(lambda: len(closed) == 20, what="those that never say a word are closed", deadline_s=60)
+        async with await anyio.connect_tcp("127.0.0.1", port, local_host="127.0.0.2") as again:
+            await again.send(GREETING)
+            assert await again.receive()
+
+
+async def test_an_idle_connection_of_grpc_is_closed(store: Store, valkey_url: str) -> None:
+    await open_redis_index(store, writer=True)
+    async with running_index_server(valkey_url, grpc_port=0, http_keep_alive_s=1) as (_, port):
+        assert port is not None
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            await stream.send(GREETING)
+            assert await read_to_end(stream)

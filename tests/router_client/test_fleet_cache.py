@@ -69,8 +69,8 @@ def test_a_pool_that_is_no_longer_read_keeps_its_records_for_a_while() -> None:
 def test_silent_workers_get_requests_only_if_no_other_worker_of_their_pool_can() -> None:
     """If all are silent at once, NATS or the publishers have failed, and the engines may well serve."""
 
-    def silent(id: str, state: EngineState = EngineState.UP, **more: str) -> FleetRecord:
-        return worker(id, state=state, **more).model_copy(update={"liveness": Liveness.LOST})
+    def silent(id: str, state: EngineState = EngineState.UP, scope: Scope = SCOPE) -> FleetRecord:
+        return worker(id, state=state, scope=scope).model_copy(update={"liveness": Liveness.LOST})
 
     def routable(*records: FleetRecord) -> list[str]:
         found = LastKnownRecords().update({record.endpoint.id: record for record in records})

@@ -10,9 +10,9 @@ from kvatlas.blocks.residency import IndexWork, ModelBlocks, TierBlocks
 from kvatlas.cost import EngineRates
 from kvatlas.cost.learned_rates import LearnedRates
 from kvatlas.fleet.records import EngineState
+from kvatlas.http.counters import HttpCounters
 from kvatlas.index.local_copy.counters import ReplicaCounters
 from kvatlas.predictions.accuracy import AnswerCounts
-from kvatlas.runtime.http_counters import HttpCounters
 from kvatlas.runtime.process_gauges import ProcessGauges
 from kvatlas.telemetry import INSTRUMENTS, export_metrics
 from kvatlas.telemetry.instruments import NOT_EXPORTED, Instrument

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvatlas.http.bounded_protocol import BoundedProtocol
 from kvatlas.reservations.redis_calls import pool_keys
-from kvatlas.runtime.bounded_protocol import BoundedProtocol
 from kvatlas.store.connection import Store
 from kvatlas_router.proxy.attempts import Attempts
 from kvatlas_router.proxy.client_request import ClientRequest
@@ -105,7 +105,7 @@ async def test_a_connection_is_freed_when_its_client_closes_it(store: Store, val
 
 
 PART_OF_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-DEPARTURES = {
+DEPARTURES: dict[str, tuple[bytes, dict[str, object]]] = {
     "before its tokens": (b"", {"prompt": "a text"}),
     "before the first byte": (b"", {"prompt": PROMPT, "stream": True}),
     "within JSON": (PART_OF_JSON, {"prompt": PROMPT}),

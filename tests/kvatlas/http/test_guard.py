@@ -13,12 +13,12 @@ import pytest
 import trustme
 
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.connection_shares import RESERVE, RESERVE_SHARE
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import Listener, listen
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.connection_shares import RESERVE, RESERVE_SHARE
+from kvatlas.http.server import Listener, listen
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
 from tests.http_client import http_client
-from tests.kvatlas.runtime.http_listener import (
+from tests.kvatlas.http.listener import (
     ASK,
     UNFINISHED,
     answers_in,
@@ -154,7 +154,7 @@ async def test_what_follows_a_refused_body_at_once_is_not_idle(
     next_one: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that reads a request, or a refusal, makes no room for a new one."""
-    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    monkeypatch.setattr("kvatlas.http.bounded_protocol.LINGER_S", 60.0)
     access = HttpAccess(body_bytes=LIMIT, header_s=60.0, connections=1, address_connections=1)
     async with serving(access) as listener, connected(listener) as first:
         await first.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
@@ -186,14 +186,14 @@ async def test_a_body_that_does_not_come_gets_a_408(monkeypatch: pytest.MonkeyPa
         await stream.send(UNFINISHED_BODY)
         answer = await read_to_end(stream)
         assert answer.startswith(b"HTTP/1.1 408 ") and b"it must arrive within 0.2 s" in answer
-    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("kvatlas.http.bounded_protocol.BODY_GRACE_S", 0.2)
     async with serving(HttpAccess()) as listener, connected(listener) as stream:
         await stream.send(UNFINISHED_BODY)  # slower than the least rate, long before its deadline
         assert (await read_to_end(stream)).startswith(b"HTTP/1.1 408 ")
 
 
 async def test_unfinished_bodies_do_not_hold_up_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.STOP_S", 0.2)
+    monkeypatch.setattr("kvatlas.http.bounded_protocol.STOP_S", 0.2)
     with anyio.fail_after(60):
         async with serving(HttpAccess(), grace_s=600) as listener, AsyncExitStack() as stack:
             for _ in range(5):
@@ -282,7 +282,7 @@ async def test_a_connection_that_does_not_agree_on_tls_has_a_place_like_any_othe
 
 
 async def test_refusals_that_are_not_read_hold_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 30.0)
+    monkeypatch.setattr("kvatlas.http.bounded_protocol.LINGER_S", 30.0)
     async with serving(HttpAccess(connections=1, address_connections=1)) as listener, AsyncExitStack() as stack:
         for _ in range(1 + RESERVE_SHARE + RESERVE):
             await (await stack.enter_async_context(connected(listener))).send(UNFINISHED)
@@ -338,7 +338,7 @@ def test_limits_certificate_and_tokens_are_settings(
 async def test_every_refusal_has_the_form_of_the_paths_api(
     path: str, forms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas.runtime.bounded_protocol.LINGER_S", 60.0)
+    monkeypatch.setattr("kvatlas.http.bounded_protocol.LINGER_S", 60.0)
     ask = f"POST {path} HTTP/1.1\r\nhost: x\r\n".encode()
     long_header = b"x-a: " + b"a" * 66_000
     unfinished = ask + b"content-length: 10\r\n\r\n1"

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvatlas.runtime.error_form import error_form
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in
-from kvatlas.runtime.http_counters import HttpCounters
+from kvatlas.http.access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.error_form import error_form
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"

@@ -21,12 +21,12 @@ from urllib.parse import unquote
 from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvatlas.runtime.chunked_body import ChunkedBody
-from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
-from kvatlas.runtime.error_form import error_form
-from kvatlas.runtime.http_access import MOST_HEADER_BYTES, HttpAccess
-from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
+from kvatlas.http.access import MOST_HEADER_BYTES, HttpAccess
+from kvatlas.http.chunked_body import ChunkedBody
+from kvatlas.http.connection_shares import Closable, ConnectionShares, Place
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.error_form import error_form
+from kvatlas.http.guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0

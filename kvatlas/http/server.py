@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.bounded_protocol import PROBE_S, BoundedProtocol
+from kvatlas.http.connection_shares import Closable, ConnectionShares, Place
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.guard import HttpBorder
 from kvatlas.runtime.background_task import end_tasks
-from kvatlas.runtime.bounded_protocol import PROBE_S, BoundedProtocol
-from kvatlas.runtime.connection_shares import Closable, ConnectionShares, Place
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_counters import HttpCounters
-from kvatlas.runtime.http_guard import HttpBorder
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import export_metrics
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import Listener, listen, serve
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.server import Listener, listen, serve
 
 UNFINISHED = b"GET / HTTP/1.1\r\nx-a: b\r\n"
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.runtime.connection_shares import RESERVE, RESERVE_SHARE, ConnectionShares, Place
+from kvatlas.http.connection_shares import RESERVE, RESERVE_SHARE, ConnectionShares, Place
 
 MOST, SHARE = 6, 4
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "::ffff:10.0.0.2", "2001:db8::1", "2001:db8::2", None)

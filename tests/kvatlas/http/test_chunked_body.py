@@ -2,7 +2,7 @@ from httptools import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvatlas.runtime.chunked_body import ChunkedBody
+from kvatlas.http.chunked_body import ChunkedBody
 
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -12,10 +12,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvatlas.runtime.bounded_protocol import BoundedProtocol
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_guard import ON_LEAVE
-from tests.kvatlas.runtime.http_listener import APPLICATION, ASK, LAST, answers_in, connected, read_to_end, serving
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.bounded_protocol import BoundedProtocol
+from kvatlas.http.guard import ON_LEAVE
+from tests.kvatlas.http.listener import APPLICATION, ASK, LAST, answers_in, connected, read_to_end, serving
 
 pytestmark = pytest.mark.anyio
 
