@@ -110,9 +110,7 @@ async def test_choices_go_on_after_a_kill_or_a_stall_at_each_of_their_events(
         for after in range(2, events(await ask(fleet.clients["w0"], path, body))):
             for stalls in (True, False):
                 name = names[len(undisturbed)]
-                undisturbed[name] = by_choice(
-                    await ask(fleet.clients["w0"], path, body, model=name, cache_salt=None)
-                )
+                undisturbed[name] = by_choice(await ask(fleet.clients["w0"], path, body, model=name, cache_salt=None))
                 if stalls:
                     urls, fate = await stack.enter_async_context(mortal_engines({name: fleet.urls["w1"]}))
                     fate.death, fate.after = Death.STALLED, [after]

@@ -157,6 +157,22 @@ async def test_a_stream_of_two_choices_is_whole_only_with_both(store: Store, val
         assert (await status(client))["proxy"]["broken"] == 1
 
 
+async def test_an_answer_that_can_not_continue_is_whole_only_with_its_end(store: Store, valkey_url: str) -> None:
+    """Such as one within a call of a tool."""
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a'}}
+    event = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
+    part = b"data: " + json.dumps(event).encode() + b"\n\n"
+    async with (
+        raw_engine(HEAD + chunk(part) + chunk(part) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url, continue_answers="all") as client,
+    ):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "stream": True}
+        text = (await client.post("/v1/chat/completions", json=body)).content
+        assert text.startswith(part + part) and b"before the answer" in text
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
 async def test_json_that_is_cut_where_its_connection_ends_is_tried_elsewhere(store: Store, valkey_url: str) -> None:
     async with (
         raw_engine(UNTIL_CLOSED % b"application/json" + b'{"id": "c", "choi') as rude,
