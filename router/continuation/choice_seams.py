@@ -26,12 +26,8 @@ class ChoiceSeams(JoinedEvents):
         super().__init__()
         self.ended = False
         self._wants_usage = text.wants_usage
-        self._identity: dict[str, bytes] = {}
         prompt_ids, one = array("q"), replace(text, body={**text.body, "n": 1})
-        self._seams = [
-            Seam(one, ends, index=index, identity=self._identity, prompt_ids=prompt_ids)
-            for index in range(text.choices)
-        ]
+        self._seams = [Seam(one, ends, index=index, prompt_ids=prompt_ids) for index in range(text.choices)]
         self._next = self._seams[0]
         self._continued: Seam | None = None
         """The one that the current engine continues; None: the first engine answers."""
@@ -82,6 +78,7 @@ class ChoiceSeams(JoinedEvents):
     def resume(self, rest: Rest, tokens: int) -> None:
         """See `Seam`."""
         self._continued = self._next
+        self._continued.identity = self._continued.identity or self._identity
         self._continued.resume(rest, tokens)
         self.begin_again()
 
@@ -89,6 +86,11 @@ class ChoiceSeams(JoinedEvents):
         """See `JoinedEvents`."""
         for one in self._seams:
             one.give_up(why)
+
+    @property
+    def _identity(self) -> dict[str, bytes]:
+        """Of the first choice that has begun: SGLang gives each choice its own."""
+        return next((one.identity for one in self._seams if one.identity), {})
 
     @property
     def _are_finished(self) -> bool:

@@ -31,8 +31,8 @@ class Seam(JoinedEvents):
     """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
     events come from another engine, and `feed` rewrites them as the first engine's.
 
-    `builder`: the request for the rest. `why`: the reason if the answer can't continue. `ended`: the answer is complete.
-    `usage`: of the whole answer. `missing_end`: events that the client still needs.
+    `identity`: of the first engine's stream. `builder`: the request for the rest. `why`: the reason if the answer can't
+    continue. `ended`: the answer is complete. `usage`: of the whole answer. `missing_end`: events that the client still needs.
     """
 
     awaits_choice = False
@@ -44,11 +44,10 @@ class Seam(JoinedEvents):
         ends: ThoughtEnds | None = None,
         *,
         index: int = 0,
-        identity: dict[str, bytes] | None = None,
         prompt_ids: "array[int] | None" = None,
     ) -> None:
-        """`ends`: its pool's. `index`: the choice that the client's events have; `identity`, `prompt_ids`: what all choices of
-        an answer share, and the first event shows."""
+        """`ends`: its pool's. `index`: the choice that the client's events have. `prompt_ids`: what all choices of an answer
+        share, and its first event shows."""
         super().__init__()
         self._index = index
         self.ended = False
@@ -61,7 +60,7 @@ class Seam(JoinedEvents):
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
-        self._identity = {} if identity is None else identity
+        self.identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q") if prompt_ids is None else prompt_ids
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
@@ -112,8 +111,7 @@ class Seam(JoinedEvents):
 
     def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of the first engine's answer."""
-        if not self._identity:
-            self._identity.update(edits.identity_of(raw))
+        self.identity = self.identity or edits.identity_of(raw)
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=True)
         if self._chat_events is not None:
@@ -145,7 +143,7 @@ class Seam(JoinedEvents):
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
         if chunk.opens:  # a choice of which the client has nothing yet
-            raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self._identity))
+            raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
             self._form.finish(chunk)
@@ -156,7 +154,7 @@ class Seam(JoinedEvents):
             if self._form is not None:
                 self.usage.cap(self.builder.cuts.most)
                 return self._form.usage(self.usage.sum(chunk.usage or {}))
-            return self._shown(edits.with_identity(raw, self._identity), chunk)
+            return self._shown(edits.with_identity(raw, self.identity), chunk)
         sent = self._sent
         if self._thoughts.markers is not None:
             chunk = self._parse(chunk)
@@ -197,7 +195,7 @@ class Seam(JoinedEvents):
                 return b""
             return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
         self._thoughts.write(rest)
-        raw = edits.without_role(edits.with_identity(raw, self._identity))
+        raw = edits.without_role(edits.with_identity(raw, self.identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
 

@@ -142,12 +142,14 @@ def without_cache(found: object) -> str:
 
 async def test_an_answer_of_several_choices_counts_once(store: Store, valkey_url: str, no_budget: None) -> None:
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 4, "n": 3, "cache_salt": None, **SEEDED}
-    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        undisturbed = await ask(client, path, body)
-        fate.death, fate.after = Death.RESET, [6]
-        assert by_choice(await ask(client, path, body)) == by_choice(undisturbed)
-        proxy = (await status(client))["proxy"]
-        assert (proxy["answered"], proxy["gone"], proxy["continued"]["resumed"]) == (2, 0, 3)
+    async with mortal_fleet(store) as (_, fate):
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            undisturbed = by_choice(await ask(client, path, body))
+            fate.death, fate.after = Death.RESET, [6]
+            found = by_choice(await ask(client, path, body))
+            assert without_cache(found) == without_cache(undisturbed)
+            proxy = (await status(client))["proxy"]
+            assert (proxy["answered"], proxy["gone"], proxy["continued"]["resumed"]) == (2, 0, 3)
         (use,) = (await read_answer_use(store, SCOPE.pool_id)).values()
         assert use.answers == 2
 

@@ -352,7 +352,7 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
     ("fields", "why"),
     [
         ({"temperature": 0.7}, "sampled"),
-        ({"n": 2}, "choices"),
+        ({"n": 9}, "choices"),
         ({"ignored": 1}, "no_worker"),
         (
             {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},

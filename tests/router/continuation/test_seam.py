@@ -337,7 +337,8 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
         ({"tools": [{}], "tool_choice": "auto"}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"temperature": None}, Why.SAMPLED),
-        ({"n": 2}, Why.CHOICES),
+        ({"n": 8}, None),
+        ({"n": 9}, Why.CHOICES),
         ({"use_beam_search": True}, Why.BEAMS),
         ({"echo": True}, Why.ECHO),
         ({"include_reasoning": False}, Why.REASONING),
@@ -354,6 +355,23 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
 def test_which_requests_go_on(fields: dict[str, Any], why: Why | None) -> None:
     text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 9, wants_usage=True), **fields})
     assert why_not(text, ContinueMode.DETERMINISTIC) is why
+
+
+@pytest.mark.parametrize(("counts", "lag"), [((1, 2, 3), 0), ((1, 2, 5), 2), ((1, 4, 5), 0)])
+def test_the_last_tokens_of_an_event_of_several_may_have_no_text(counts: Sequence[int], lag: int) -> None:
+    """Such as half of a letter, or the end of an answer, which engines report in an event of its own. Then the text says how
+    many tokens the next engine gets."""
+    seam = Seam(TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True)))
+    for tokens in counts:
+        chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+        usage = {"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens}
+        seam.feed(b"data: " + json.dumps({**chunk, "usage": usage}).encode() + b"\n\n")
+    rest = seam.rest()
+    assert (rest.tokens, rest.lag) == (counts[-1], lag)
+    seam.resume(rest, rest.counted(3))
+    less = {"id": "2", "choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": None}]}
+    usage = {"prompt_tokens": 7 + (3 if lag else counts[-1]), "completion_tokens": 1, "total_tokens": 11}
+    assert b'"content": "b"' in seam.feed(b"data: " + json.dumps({**less, "usage": usage}).encode() + b"\n\n")
 
 
 def test_a_partial_message_of_the_client_goes_on() -> None:
