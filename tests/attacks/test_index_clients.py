@@ -130,8 +130,10 @@ async def test_one_address_does_not_take_all_connections_of_grpc(store: Store, v
 
 async def test_an_idle_connection_of_grpc_is_closed(store: Store, valkey_url: str) -> None:
     await open_redis_index(store, writer=True)
-    async with running_index_server(valkey_url, grpc_port=0, http_keep_alive_s=1) as (_, port):
-        assert port is not None
-        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
-            await stream.send(GREETING)
-            assert await read_to_end(stream)
+    async with (
+        running_index_server(valkey_url, grpc_port=0, http_keep_alive_s=1) as (_, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        await channel.channel_ready()
+        with anyio.fail_after(60):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
