@@ -21,7 +21,7 @@ from kvatlas_router.tenancy.clients_file import is_tenant_name
 from kvatlas_router.tenancy.counters import TenancyCounters
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.proof import Proof
-from kvatlas_router.tenant_gate import TenantGate, permit_of
+from kvatlas_router.tenant_gate import TenantGate, permit_of, proof_in
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
@@ -64,6 +64,10 @@ class ClientBorders:
         if self.decisions is not None:
             return self.decisions
         return self.near if caller.sees_decisions is None else caller.sees_decisions
+
+    async def prove_again(self, scope: Scope) -> Caller:
+        """The caller of a request that has been running for a while; see `Entrance.prove`."""
+        return ANYBODY if self.entrance is None else await self.entrance.prove(*proof_in(scope))
 
     def caller_of_operator(self, scope: Scope) -> Caller:
         """The caller of an operators' request, identified by its token, or else by its address. A caller with a token may name

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvatlas.http.access import PROBES
 from kvatlas.http.guard import CERTIFICATE, BodyTooLong, bounded_body
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
+from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.limits import OverLimit, Permit
 from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
@@ -26,9 +27,9 @@ class TenantGate:
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
             await self._application(scope, receive, send)
             return
-        address, path = scope["client"][0] if scope["client"] else "", scope["path"]
+        path = scope["path"]
         try:
-            permit = await self._entrance.admit(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
+            permit = await self._entrance.admit(*proof_in(scope))
         except Unproven as error:
             await send_error(send, path, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
             return
@@ -70,6 +71,11 @@ class TenantGate:
             self._entrance.count_too_long(caller, error.detail)
 
         return bounded_body(receive, announced, limit, count)
+
+
+def proof_in(scope: Scope) -> tuple[RawHeaders, str, frozenset[str]]:
+    """What a request shows to prove its sender, for `Entrance.prove`: headers, address, names in its client's certificate."""
+    return scope["headers"], scope["client"][0] if scope["client"] else "", scope.get(CERTIFICATE, frozenset())
 
 
 def permit_of(scope: Scope) -> Permit | None:

@@ -1,9 +1,10 @@
 """Answers one caller's queries. Takes and returns JSON objects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from kvatlas.bus.partition_batch import Position
@@ -25,8 +26,13 @@ from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
+PROVE_AGAIN_S = 10.0
+"""A key that is withdrawn, or a token that ends, counts for a follower up to this long."""
 MAX_HINT_TOKENS = 1 << 17
 """Token ids of a prompt in hints, whose fields are checked all at once."""
+
+
+Prove = Callable[[], Awaitable[Caller]]
 
 
 class QueryApi:
@@ -127,8 +133,12 @@ class QueryApi:
             and caller.may_use(record.endpoint.model_id)
         ]
 
-    async def follow(self, caller: Caller, after: Position | None) -> AsyncGenerator[Change | None, None]:
-        """See `ChangeStreams.follow`."""
+    async def follow(
+        self, caller: Caller, after: Position | None, prove: Prove | None = None
+    ) -> AsyncGenerator[Change | None, None]:
+        """See `ChangeStreams.follow`. `prove`: proves again who the caller is, while it follows; None: it has to prove nothing.
+
+        Raises ForeignTenant and what `prove` raises once the caller is no longer the same."""
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         await self._catalogue.records()
 
@@ -137,8 +147,13 @@ class QueryApi:
             return record is None or record.may_see(tenant_id)
 
         view, share = View(tenant_id, caller.may_use, sees), MOST_OF_TENANT if caller.is_proven else MOST_FOLLOWERS
+        proven_s = monotonic()
         async with aclosing(self._changes.follow(view, after, share=share)) as changes:
             async for change in changes:
+                if prove is not None and monotonic() - proven_s >= PROVE_AGAIN_S:
+                    if await prove() != caller:
+                        raise ForeignTenant("what this client may see has changed; follow again")
+                    proven_s = monotonic()
                 self.counters.changes += change is not None
                 yield change
 

@@ -13,6 +13,7 @@ X-KVAtlas-Tenant, and /metrics, /status.
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
@@ -64,14 +65,14 @@ class IndexApplication:
         ]
         for_operators = [METRICS_ROUTE, Route("/status", self._status)]
         handlers = {HTTPException: _http_error}
-        of_clients = self._questions(lambda request: caller_of(request.scope))
+        of_clients = self._questions(lambda request: caller_of(request.scope), borders.prove_again)
         own = Starlette(routes=[*probes, *of_clients, *([] if apart else for_operators)], exception_handlers=handlers)
         self.asgi: ASGIApp = borders.guard(own)
         of_operators = self._questions(lambda request: borders.caller_of_operator(request.scope))
         routes = [*probes, *of_operators, *for_operators]
         self.control = Starlette(routes=routes, exception_handlers=handlers) if apart else None
 
-    def _questions(self, who: WhoAsks) -> list[Route]:
+    def _questions(self, who: WhoAsks, prove: Callable[[Scope], Awaitable[Caller]] | None = None) -> list[Route]:
         api = self._api
 
         async def workers(request: Request) -> Response:
@@ -81,7 +82,8 @@ class IndexApplication:
 
         async def changes(request: Request) -> Response:
             given = request.headers.get("last-event-id") or request.query_params.get("after") or ""
-            found = api.follow(who(request), read_position(given) if given else None)
+            again = None if prove is None else partial(prove, request.scope)
+            found = api.follow(who(request), read_position(given) if given else None, again)
             first = await anext(found)  # raises errors before the answer has a status
             return StreamingResponse(_as_events(first, found), media_type="text/event-stream")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import anyio
 import grpc
+import httpx
 import pytest
 from anyio.abc import SocketStream
 
@@ -13,6 +14,8 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from kvatlas_router.queries.changes import follow
 from kvatlas_router.queries.grpc_api.index_pb2 import Change, FollowRequest, OverlapRequest, OverlapResponse
+from kvatlas_router.queries.grpc_api.radix_index import SERVICE as SMG_SERVICE
+from kvatlas_router.queries.grpc_api.radix_index_pb2 import Match
 from kvatlas_router.queries.grpc_api.server import SERVICE
 from tests.attacks.guarded_router import ACME, OTHER, bearer, clients_text
 from tests.eventually import until
@@ -100,6 +103,66 @@ async def test_one_tenants_followers_leave_room_for_others(
     assert follow.MOST_OF_TENANT < follow.MOST_FOLLOWERS
 
 
+async def test_a_key_that_is_withdrawn_ends_what_goes_on_by_it(
+    store: Store, valkey_url: str, fresh_nats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its followers over both protocols, and its stream of questions. Those of others go on."""
+    monkeypatch.setattr("kvatlas_router.queries.api.PROVE_AGAIN_S", 0.1)
+    file = tmp_path / "clients.toml"
+    file.write_text(clients_text())
+    given = {"clients_file": file, "control_port": 0, "grpc_port": 0, "nats_url": fresh_nats}
+    async with (
+        running_replica(fresh_nats, valkey_url),
+        running_index_server(valkey_url, **given) as (client, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        AsyncExitStack() as streams,
+        anyio.create_task_group() as tasks,
+    ):
+        index = await open_redis_index(store, writer=True)
+        await write(store, record("b", "http://b:8000"))
+        await hold(index, "b", TOKENS, scope=Scope(MODEL, MODEL, None, "other"))
+        ended: list[str] = []
+
+        async def read(name: str, stream: httpx.Response) -> None:
+            async for _ in stream.aiter_raw():
+                pass
+            ended.append(name)
+
+        for key in (OTHER, ACME):
+            stream = await streams.enter_async_context(client.stream("GET", "/kvatlas/changes", headers=bearer(key)))
+            assert stream.status_code == 200
+            tasks.start_soon(read, key, stream)
+        call: grpc.aio.UnaryStreamMultiCallable[FollowRequest, Change] = channel.unary_stream(
+            f"/{SERVICE}/Follow",
+            request_serializer=FollowRequest.SerializeToString,
+            response_deserializer=Change.FromString,
+        )
+        followed = call(FollowRequest(), metadata=tuple(bearer(OTHER).items()))
+        subscribe: grpc.aio.StreamStreamMultiCallable[bytes, Match] = channel.stream_stream(
+            f"/{SMG_SERVICE}/Subscribe", request_serializer=None, response_deserializer=Match.FromString
+        )
+        asked = subscribe(metadata=tuple(bearer(OTHER).items()))
+
+        async def scores() -> int:
+            await asked.write(query(1, keyspace()))
+            answer = await asked.read()
+            assert isinstance(answer, Match)
+            return len(answer.scores)
+
+        assert await scores() == 1
+        other = "[clients.other]\n"
+        text = clients_text()
+        file.write_text(text.replace(text[text.index(other) : text.index("[clients.watcher]")], ""))
+        await until(lambda: ended == [OTHER], what="its follower ends", deadline_s=60)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in followed:
+                pass
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await scores() == 0
+        assert ended == [OTHER]
+        tasks.cancel_scope.cancel()
+
+
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
 
 
@@ -130,8 +193,10 @@ async def test_one_address_does_not_take_all_connections_of_grpc(store: Store, v
 
 async def test_an_idle_connection_of_grpc_is_closed(store: Store, valkey_url: str) -> None:
     await open_redis_index(store, writer=True)
-    async with running_index_server(valkey_url, grpc_port=0, http_keep_alive_s=1) as (_, port):
-        assert port is not None
-        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
-            await stream.send(GREETING)
-            assert await read_to_end(stream)
+    async with (
+        running_index_server(valkey_url, grpc_port=0, http_keep_alive_s=1) as (_, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        await channel.channel_ready()
+        with anyio.fail_after(60):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)

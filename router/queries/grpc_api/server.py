@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -104,7 +105,7 @@ class GrpcServer:
                 MatchExternalKvPrefixResponse.SerializeToString,
             )
         }
-        smg = RadixIndex(api, self._proven_caller, self._admitted).handlers
+        smg = RadixIndex(api, self._proven_caller, self._caller, self._admitted).handlers
         services = ((SERVICE, own), (SGLANG_SERVICE, sglang), (SMG_SERVICE, smg))
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services)
@@ -220,7 +221,8 @@ class GrpcServer:
         try:
             after = read_position(request.position) if request.position else None
             caller = await self._caller(context)
-            async with self._admitted(caller, request), aclosing(self._api.follow(caller, after)) as changes:
+            again = partial(self._caller, context)
+            async with self._admitted(caller, request), aclosing(self._api.follow(caller, after, again)) as changes:
                 async for change in changes:
                     if change is not None:
                         position = "" if change.position is None else position_text(change.position)
