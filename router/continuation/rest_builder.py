@@ -54,8 +54,9 @@ class RestBuilder:
         """Set the engines' kind and model, which decide how they read a conversation. In vLLM a choice's seed has its index
         added."""
         seed = self._body.get("seed")
-        seeded = self._index and kind is EngineKind.VLLM and type(seed) is int
-        body = {**self._body, "seed": seed + self._index} if seeded else self._body
+        body = self._body
+        if kind is EngineKind.VLLM and isinstance(seed, int) and not isinstance(seed, bool):
+            body = {**body, "seed": seed + self._index}
         self.text = TextRequest(self.text.api, body, kind, scope)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
