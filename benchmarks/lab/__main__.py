@@ -55,8 +55,9 @@ def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """Write the chapter on late and lost events: when is kvatlas no better than policies without events? For the first
     workload."""
     workload = workloads[0]
-    pages = ["## Late and lost events", f"Workload: {workload.name}. The policies {', '.join(UNRELIABLE[1:])} use no
-    events."] for flag, field, values in (
+    without = ", ".join(UNRELIABLE[1:])
+    pages = ["## Late and lost events", f"Workload: {workload.name}. Policies without events: {without}."]
+    for flag, field, values in (
         ("--event-delay-ms", "event_delay_ms", DELAYS_MS),
         ("--event-loss", "event_loss", LOSSES),
     ):
