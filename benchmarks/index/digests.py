@@ -78,7 +78,7 @@ async def measure(store: Store) -> list[Result]:
 
 
 def _cost_percent(times: dict[bool, list[float]]) -> float:
-    """The median over pairs of neighbouring turns, because the machine's speed changes from turn to turn."""
+    """The median over pairs of adjacent turns, because the machine's speed changes from turn to turn."""
     return 100 * (median(full / bare for full, bare in zip(times[True], times[False], strict=True)) - 1)
 
 

@@ -133,7 +133,7 @@ def run_grid(
     jobs: int,
     kept: Path | None,
 ) -> Results:
-    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can go on."""
+    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can continue."""
     known: dict[Run, Figures] = {}
     if kept is not None and kept.exists():
         for line in kept.read_text().splitlines():

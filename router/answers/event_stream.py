@@ -80,7 +80,7 @@ class EventStream:
     ) -> None:
         """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
         without a choice the last one. `choices`: how many the request asks for, over all its prompts.
-        `ends_at_error`: nothing behind the error of an answer that has begun passes."""
+        `ends_at_error`: once an answer has begun, nothing after its error passes."""
         self._counts = counts
         self._choices = choices
         self._ends_at_error = ends_at_error

@@ -77,7 +77,7 @@ class Seam(JoinedEvents):
 
     @property
     def reached(self) -> tuple[int, bool, bool]:
-        """The client's progress; it stays equal only while nothing new arrives."""
+        """The client's progress, for comparison: it changes whenever anything new arrives."""
         return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
 
     @property
@@ -183,7 +183,7 @@ class Seam(JoinedEvents):
         if chunk.text:
             self._speaks, sent.silent = True, 0
         elif self.builder.stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
-            return b""  # it holds back letters, as the first engine did
+            return b""  # it holds back characters, as the first engine did
         if self._form is not None:
             if chunk.other is not None:
                 raise CannotContinue(chunk.other)

@@ -99,7 +99,7 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    """True if a name may be there, possibly with escaped letters."""
+    """True if a name may be there, possibly with escaped characters."""
     return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 
