@@ -153,7 +153,7 @@ class AdmissionQueue:
         return sum(len(line.tickets) for line in list(self._lines.values()))  # metrics are read on another thread
 
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers in the pools in which some of this router wait."""
+        """Number of waiting requests of all routers in the pools in which some of this router's wait."""
         lines = [line for line in list(self._lines.values()) if line.tickets]
         return sum(max(len(line.tickets), line.seen.requests if line.seen else 0) for line in lines)
 

@@ -259,7 +259,7 @@ class EventStream:
         if _FINISHES.search(data[-HEAD_BYTES:]) is not None:
             self._ended |= {0} if self._choices == 1 else _ended_choices(data)
         head = data[:HEAD_BYTES]
-        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may have the whole answer once more
+        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may repeat the whole answer
             self.done = self.begun = True
         elif _is_content(event.type, head):
             self.parts += 1

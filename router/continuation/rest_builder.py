@@ -122,11 +122,11 @@ class RestBuilder:
     # ------------------------------------------------------------ what the next engine gets
 
     def text_of(self, rest: Rest) -> str:
-        """The answer that the next engine gets."""
+        """The text of the answer that the next engine gets."""
         return self._sent.text_of(rest.parts)
 
     def ids_of(self, rest: Rest) -> Sequence[int]:
-        """Its token ids, as far as the engines gave them."""
+        """The token ids of the answer that the next engine gets, as far as the engines gave them."""
         return self._sent.ids_of(rest.parts)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:

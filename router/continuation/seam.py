@@ -142,7 +142,7 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
-        if chunk.opens:  # a choice of which the client has nothing yet
+        if chunk.opens:  # a choice that has not begun for the client
             raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
@@ -247,7 +247,7 @@ class Seam(JoinedEvents):
         return rest
 
     def _may_change(self, chunk: Chunk) -> bool:
-        """True if the client gets nothing of the event that belongs to single tokens."""
+        """True if the client gets no part of the event that belongs to single tokens."""
         if self._generate is not None:
             return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)

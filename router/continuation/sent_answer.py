@@ -1,4 +1,4 @@
-"""What a client has of an answer, in the parts that engines sent."""
+"""The part of an answer that a client has, in the pieces that engines sent."""
 
 from array import array
 from collections.abc import Sequence

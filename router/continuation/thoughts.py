@@ -39,7 +39,7 @@ MARKERS = tuple(
         ("<mm:think>", "</mm:think>"),
     )
 )
-"""Those of the reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing but the markers."""
+"""The markers of those reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing else."""
 
 
 def markers_of(model_id: str | None) -> Sequence[Markers]:

@@ -174,7 +174,7 @@ class ContinuedAnswer:
         return _Next(rest, tokens, api, body), found
 
     async def _ask_within_reasoning(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
-        """The same for an answer with reasoning, whose markers must be known."""
+        """The request for the rest of an answer with reasoning, whose markers must be known, and its prompt."""
         prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.builder.text.model_id):
             pair = await self._ids_of_text(markers.start + markers.end)
@@ -203,8 +203,8 @@ class ContinuedAnswer:
     async def _ask_as_chat(
         self, seam: Seam | ChoiceSeams, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
-        """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
-        begin the reasoning in the prompt don't begin it in a message, and some add a line break after it."""
+        """The request for the rest as a chat, whose engine parses it; None if no partial message renders to these ids.
+        Templates that begin the reasoning in the prompt don't begin it in a message, and some add a line break after it."""
         rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
         if not rest.parts:
             body = seam.builder.body_of_raw("", 0)
@@ -275,7 +275,8 @@ class ContinuedAnswer:
         return await self._read(TextRequest.of(Api.COMPLETIONS, asked))
 
     async def _read(self, text: TextRequest) -> RequestPrompt:
-        """Its prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for again."""
+        """The request's prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for
+        again."""
         while (read := await self.read_prompt(text)).untokenized in _LATE and time.monotonic() < self._patient_until:
             await asyncio.sleep(AGAIN_S)
         return read
@@ -291,7 +292,7 @@ def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
 
 
 def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
-    """Its token ids. Raises CannotContinue if they are not known."""
+    """The prompt's token ids. Raises CannotContinue if they are not known."""
     if prompt.prompt_tokens is None or prompt.prompt.tokens is None:
         raise CannotContinue(Why.TOKENS)
     return list(prompt.prompt.tokens)

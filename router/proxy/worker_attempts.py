@@ -224,7 +224,7 @@ class WorkerAttempts:
                 return True
 
     async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
-        """Continue an answer at another worker. False if none can, and the client has nothing of any answer."""
+        """Continue an answer at another worker. False if none can, and the client has got no more of the answer."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
         attempts.apart, attempts.stalled = False, stalled

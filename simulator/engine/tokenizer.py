@@ -36,7 +36,7 @@ class Answer(Protocol):
 
 
 class AnswerTokens:
-    """The endless answer to one prompt: pseudo-random, and equal on every engine that serves the same model.
+    """The endless answer to one prompt: pseudo-random, and the same on every engine that serves the same model.
 
     It depends only on model, adapter, prompt tokens and choice, so runs of one workload are comparable under any routing.
     """

@@ -1,5 +1,5 @@
-"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. Equal seeds give equal
-requests.
+"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. The same seed gives the
+same requests.
 
 All arrivals are fixed in advance: a turn follows the previous one as if that had been answered at a usual speed. So every
 policy gets the same requests at the same times.

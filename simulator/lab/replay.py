@@ -1,4 +1,5 @@
-"""One replay: a workload against a fleet of virtual engines, routed by one policy. Equal arguments give equal outcomes."""
+"""One replay: a workload against a fleet of virtual engines, routed by one policy. The same arguments give the same
+outcome."""
 
 import math
 import random

@@ -20,7 +20,7 @@ class LabFetch(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses for one replay. Times are virtual microseconds and never go back. Equal calls give equal choices."""
+    """Chooses for one replay. Times are virtual microseconds and never go back. The same calls give the same choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
         """The number of the engine that gets the request, one that is up; or `REFUSED`. Called again if the request is
