@@ -186,7 +186,7 @@ WORKER = Dashboard(
         Panel(
             "Blocks held back",
             [
-                Query(f"sum(kvatlas_ledger_orphans{{{_WORKER}}})", "behind a hole"),
+                Query(f"sum(kvatlas_ledger_orphans{{{_WORKER}}})", "after a hole"),
                 Query(f"sum(kvatlas_ledger_awaiting{{{_WORKER}}})", "events without their parent"),
             ],
         ),

@@ -29,8 +29,8 @@
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
 -- requests, KV tokens; the sums over the bookings that are not in the sample: queued tokens, running requests, KV tokens;
 -- predicted steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), whether its sample is
--- believed (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation; reservations
--- and predictions of an earlier one don't count, even before they are removed.
+-- believed (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation;
+-- reservations and predictions of an earlier one don't count, even before they are removed.
 -- reservation: worker ('': the booking was cancelled before it arrived), owner, booked us, queued tokens, KV tokens, prefilling
 -- (1 or 0), generation of its worker.
 -- prediction: worker, us at which it is ready, was last used, ends; us for which it is believed once it is ready; number of its
