@@ -255,7 +255,7 @@ class ProgressMonitor:
         try:
             self._records = await self._read()
         except STORE_FAILURES as error:
-            _log.debug("could not read the fleet for progress (%s); going on with answers alone", reason(error))
+            _log.debug("could not read the fleet for progress (%s); continuing with answers only", reason(error))
             return
         now = self._clock()
         for worker_id, engine in self._engines.items():
