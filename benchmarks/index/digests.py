@@ -67,7 +67,7 @@ async def measure(store: Store) -> list[Result]:
             inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
         await INDEX_LIBRARY.load(store)
         blocks = BLOCKS_A_CALL * CALLS
-        name = f"{hashes_a_message} hashes a message"
+        name = f"{hashes_a_message} hashes per message"
         results += [
             Result(f"apply with digests and checks, {name}", blocks / median(seconds[True]), "blocks/s"),
             Result(f"apply without them, {name}", blocks / median(seconds[False]), "blocks/s"),

@@ -18,7 +18,7 @@ from benchmarks.peer.engines import Engines, encode_cleared, encode_stored
 from benchmarks.peer.prompts import BLOCK_SIZE, VOCABULARY
 
 CHAIN = 64
-"""Blocks; a multiple of every number of hashes a message."""
+"""Blocks; a multiple of every number of hashes per message."""
 
 
 def chain_tokens(owner: int | str, number: int) -> list[int]:
