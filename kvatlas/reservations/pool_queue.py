@@ -38,7 +38,7 @@ from kvatlas.reservations.waiting_request import (
 
 LEASE_US = 1_000_000
 PROGRAM_US = 300_000_000
-"""A program runs as long as its last request was booked at most this long ago."""
+"""A program counts as running until this long after its last request was booked."""
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536

@@ -80,7 +80,7 @@ class EventStream:
     ) -> None:
         """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
         without a choice the last one. `choices`: how many the request asks for, over all its prompts.
-        `ends_at_error`: nothing behind the error of an answer that has begun passes."""
+        `ends_at_error`: once an answer has begun, nothing after its error passes."""
         self._counts = counts
         self._choices = choices
         self._ends_at_error = ends_at_error
@@ -259,7 +259,7 @@ class EventStream:
         if _FINISHES.search(data[-HEAD_BYTES:]) is not None:
             self._ended |= {0} if self._choices == 1 else _ended_choices(data)
         head = data[:HEAD_BYTES]
-        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may have the whole answer once more
+        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may repeat the whole answer
             self.done = self.begun = True
         elif _is_content(event.type, head):
             self.parts += 1

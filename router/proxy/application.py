@@ -219,7 +219,7 @@ class _InferenceFirst:
             return
         try:
             await self._for_engines(scope, receive, send)
-        except HTTPException as error:  # of the body, before the answer has begun
+        except HTTPException as error:  # errors of the body, before the answer has begun
             answer = await _http_error(Request(scope), error)
             await answer(scope, receive, send)
 

@@ -37,7 +37,7 @@ class Api(StrEnum):
 
     @property
     def is_checked(self) -> bool:
-        """True if the router refuses an invalid body. For the other calls the engine does, in the form of their API."""
+        """True if the router refuses an invalid body. For other calls, the engine does, in its API's form."""
         return self in (Api.COMPLETIONS, Api.CHAT)
 
     @property

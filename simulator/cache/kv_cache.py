@@ -241,7 +241,8 @@ class KVCache:
         blocks: int | None = None,
         priority: Priority | None = None,
     ) -> CacheHandle:
-        """Begin a sequence that shares the first `blocks` blocks of another; None: all, and its priority.
+        """Begin a sequence that shares the first `blocks` blocks of another (None: all), with its priority unless one is
+        given.
 
         A partial last block is shared too, until either sequence writes to it.
         """

@@ -65,7 +65,7 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write everything that this process registered recently once more, because the store may have lost it."""
+        """Write everything that this process registered recently again, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property
@@ -100,7 +100,7 @@ class ScopeRegistry:
         return scope
 
     async def known(self, scope_ids: Collection[bytes]) -> dict[bytes, Scope]:
-        """Those of these scopes whose names are known, forgotten ones among them. Raises Unreachable."""
+        """The scopes among these whose names are known, including forgotten ones. Raises Unreachable."""
         texts: dict[bytes, bytes] = {}
         for key in (SCOPES, USAGE_SCOPES):
             missing = [scope_id for scope_id in scope_ids if scope_id not in texts]
