@@ -193,7 +193,7 @@ class ProxyApplication:
                 "ejected": ejected,
                 "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
-                "ejections": asdict(ejections.counters),
+                "outliers": asdict(ejections.counters),
                 "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
