@@ -316,7 +316,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(503, "the server stops, and the body is not complete; send the request again")
         else:
             self._counters.slow += 1
-            rate = f"{LEAST_BYTES_PER_S} bytes a second after {BODY_GRACE_S:g} s"
+            rate = f"at {LEAST_BYTES_PER_S} bytes per second or more after {BODY_GRACE_S:g} s"
             self._refuse(408, f"the body is not complete; it must arrive within {self._access.body_s:g} s, and {rate}")
 
     def _end_late(self) -> None:
