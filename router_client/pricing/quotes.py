@@ -206,8 +206,8 @@ class Quote(NamedTuple):
 
 
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
-    """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts go to the same worker, and different ones
-    spread."""
+    """A worker's weight for a prompt; the highest wins if costs tie. So identical prompts go to the same worker, and
+    different ones spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 
