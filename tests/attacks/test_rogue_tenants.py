@@ -252,6 +252,46 @@ async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: st
         assert acmes.status_code == 200, "another client's limits are its own"
 
 
+async def test_no_spelling_of_a_request_hides_tokens_from_a_limit(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    hidden: dict[str, dict[str, object]] = {
+        "a long answer": {"max_tokens": 2_000},
+        "a limit that its call does not have": {"max_tokens": 2_000, "max_completion_tokens": 1, "max_new_tokens": 1},
+        "a number as a text": {"max_tokens": "2000"},
+        "a number with a fraction": {"n": 2_000.0},
+        "answers as a text": {"n": "2000"},
+        "other prompts than the first": {"prompt": [[1], [2] * 2_000]},
+        "other texts than the first": {"prompt": ["a", "b" * 8_000]},
+    }
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path, clients_text(other="tokens_in_flight = 1000")) as router,
+        http_client(base_url=router.url, timeout=60) as client,
+    ):
+        for act, more in hidden.items():
+            answer = await client.post(COMPLETIONS, json=completion(**more), headers=bearer(OTHER))
+            assert answer.status_code == 429 and "tokens" in answer.json()["error"]["message"], act
+        assert (await client.post(COMPLETIONS, json=completion(), headers=bearer(OTHER))).status_code == 200
+
+
+async def test_no_spelling_of_a_stream_hides_its_usage(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Engines take all of these for a stream that ends without its usage."""
+    async with (
+        faulty_engine(well) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as router,
+        http_client(base_url=router.url, timeout=60) as client,
+    ):
+        for stream in (True, 1, 1.0, "true", "Yes"):
+            for options in (None, {}, {"include_usage": False}, {"include_usage": "false"}):
+                asked = completion(stream=stream, stream_options=options)
+                answer = await client.post(COMPLETIONS, json=asked, headers=bearer(OTHER))
+                assert answer.status_code == 200
+                received = await engine.requests[-1].json()
+                assert received["stream_options"] == {"include_usage": True}, (stream, options)
+
+
 async def test_a_client_that_leaves_before_the_end_pays_for_what_it_was_sent(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
