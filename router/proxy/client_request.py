@@ -181,9 +181,9 @@ class ClientRequest:
         return (*headers, queue_header(self.wait)) if self.wait else headers
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """The line as shown to the client: tenants must not see names and addresses of workers."""
+        """The line as shown to the client: who must not see decisions must not see names and addresses of workers either."""
         self.failure = line
-        hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
+        hidden = kind.status >= 500 and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
 
     def log(self) -> None:
