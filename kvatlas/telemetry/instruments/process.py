@@ -17,6 +17,7 @@ HTTP = by(
     too_many="too_many",
     denied="denied",
     upgrade="upgrade",
+    unread="unread",
 )
 
 # ---------------------------------------------------------------- process: kvatlas.runtime.process_gauges.ProcessGauges
