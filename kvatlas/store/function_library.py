@@ -152,7 +152,7 @@ class FunctionLibrary:
         try:
             await self._mark(store)
         except (Unreachable, RedisError):
-            del store.marked_s[self.family]
+            del store.marked_s[self._tag]
 
     async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         return await self._call("FCALL", store, store.fcall, function, keys, args)
@@ -184,7 +184,7 @@ class FunctionLibrary:
         with store_span(operation, function, store.attributes, together):
             began = perf_counter()
             try:
-                if monotonic() >= store.marked_s.get(self.family, -MARK_EVERY_S) + MARK_EVERY_S:
+                if monotonic() >= store.marked_s.get(self._tag, -MARK_EVERY_S) + MARK_EVERY_S:
                     await self._mark(store)
                 return await self._call_or_load(store, call, function, *what)
             except Exception as error:
@@ -194,7 +194,7 @@ class FunctionLibrary:
                 _durations.add((operation, function, failure), perf_counter() - began, sampled_context())
 
     async def _mark(self, store: Store) -> None:
-        store.marked_s[self.family] = monotonic()
+        store.marked_s[self._tag] = monotonic()
         try:
             await self._call_or_load(store, store.fcall, f"{self.family}_mark", [mark_key(self.name)], [USED_FOR_S])
         except NoPermissionError as error:

@@ -44,7 +44,7 @@ class RequestReader:
         Raises UnknownModel, and InvalidValue for a request that no engine would accept."""
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
-        request = request.of_engines(await self._catalogue.kind_of(scope), scope.model_id, None)
+        request = request.of_engines(await self._catalogue.kind_of(scope), scope.model_id, scope.tenant_id)
         served = request.model
         if scope.adapter_id is None and request.adapter is not None:
             served, scope = request.adapter, replace(scope, adapter_id=request.adapter)

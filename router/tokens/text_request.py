@@ -24,7 +24,9 @@ MAX_SESSION_LETTERS = 256
 class Api(StrEnum):
     """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids.
+    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`: the router
+    refuses an invalid body; for the other calls the engine does, in the form of their API. `is_conversation`: the engine's chat
+    template makes the prompt.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -34,15 +36,9 @@ class Api(StrEnum):
     GENERATE = "/generate"
     TOKENS = "/inference/v1/generate"
 
-    @property
-    def is_checked(self) -> bool:
-        """True if the router refuses an invalid body. For the other calls the engine does, in the form of their API."""
-        return self in (Api.COMPLETIONS, Api.CHAT)
-
-    @property
-    def is_conversation(self) -> bool:
-        """True if the engine's chat template makes the prompt."""
-        return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
+    def __init__(self, path: str) -> None:
+        self.is_checked = path in ("/v1/completions", "/v1/chat/completions")
+        self.is_conversation = path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 _PROMPTS = {
@@ -143,8 +139,9 @@ class TextRequest:
     @property
     def output_tokens(self) -> int | None:
         """The request's own limit of generated tokens, if any."""
+        sampling = self.sampling
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"):
-            if type(value := self.sampling.get(name)) is int and value > 0:
+            if type(value := sampling.get(name)) is int and value > 0:
                 return min(value, MAX_OUTPUT_TOKENS)
         return None
 
