@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, FleetRecord
@@ -40,6 +40,16 @@ class ServedModel:
     adapter_id: str | None = None
 
 
+@dataclass(slots=True)
+class _KnownName:
+    """What a name stands for, workers of its pool that don't serve it, each with the reason, and by tenant the base URLs of the
+    engines that serve it."""
+
+    served: ServedModel
+    unfit: Mapping[str, str]
+    engines: dict[str, Sequence[str]] = field(default_factory=dict)
+
+
 class Catalogue:
     """Keeps its last knowledge if the store or the engines don't answer. Once it has any, requests never wait for either;
     before that, it raises Unreachable.
@@ -66,10 +76,10 @@ class Catalogue:
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
-        """The records and the version of the lists from which the next three follow."""
-        self._served: dict[tuple[str | None, str | None], ServedModel] = {}
-        self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
-        self._asked: dict[tuple[ServedModel, str | None, str], Sequence[str]] = {}
+        """The records and the version of the lists from which the known names follow."""
+        self._known: dict[tuple[str | None, str | None], _KnownName] = {}
+        self._tenants = 0
+        """For how many tenants the known names list engines, together."""
         self._kinds: dict[str, EngineKind] = {}
         self._kinds_of: object = None
         self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
@@ -89,32 +99,33 @@ class Catalogue:
     ) -> Scope | None:
         """The identity scope of a request that names this model; None if no engine serves it. Without a name, the fleet's model
         if there is only one."""
-        served = await self._find(name, seen_by)
-        if served is None:
+        found = await self._find(name, seen_by)
+        if found is None:
             return None
+        served = found.served
         return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
     async def unfit_for(self, name: str | None, *, seen_by: str | None = None) -> Mapping[str, str]:
         """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
-        served = await self._find(name, seen_by)
-        return {} if name is None or served is None else self._unfit_for(served, name)
+        found = await self._find(name, seen_by)
+        return {} if found is None else found.unfit
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
         """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
-        served = await self._find(request.model)
-        if served is None:
+        found = await self._find(request.model)
+        if found is None:
             return ()
-        records = self._current()
-        key = served, request.model, request.tenant_id or self.tenant_id
-        if key not in self._asked:
-            unfit = {} if request.model is None else self._unfit_for(served, request.model)
+        tenant_id = request.tenant_id or self.tenant_id
+        if (known := found.engines.get(tenant_id)) is None:
+            model_id = found.served.model_id
             urls = {
                 r.endpoint.url
-                for id, r in records.items()
-                if r.routable and r.endpoint.model_id == served.model_id and id not in unfit and r.may_see(key[2])
+                for id, r in self._last.records.items()
+                if r.routable and r.endpoint.model_id == model_id and id not in found.unfit and r.may_see(tenant_id)
             }
-            self._asked[key] = sorted(urls - {""})
-        return self._asked[key]
+            known = found.engines[tenant_id] = sorted(urls - {""})
+            self._tenants += 1
+        return known
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
         """The name under which a worker's engine serves its model, if it listed any; otherwise the model's id."""
@@ -201,7 +212,7 @@ class Catalogue:
 
     # ------------------------------------------------------------ names
 
-    async def _find(self, name: str | None, seen_by: str | None = None) -> ServedModel | None:
+    async def _find(self, name: str | None, seen_by: str | None = None) -> _KnownName | None:
         await self._read_records()
         found = self._find_known(name, seen_by)
         if found is None and await self._look_again():
@@ -211,12 +222,13 @@ class Catalogue:
             found = self._find_known(name, seen_by)
         return found
 
-    def _find_known(self, name: str | None, seen_by: str | None) -> ServedModel | None:
-        records, key = self._current().values(), (name, seen_by)
-        if (known := self._served.get(key)) is None:
-            known = self._find_among(name, _seen_by(seen_by, records))
-            if known is not None:
-                self._served[key] = known
+    def _find_known(self, name: str | None, seen_by: str | None) -> _KnownName | None:
+        records, key = self._current(), (name, seen_by)
+        known = self._known.get(key)
+        if known is None and (served := self._find_among(name, _seen_by(seen_by, records.values()))) is not None:
+            known = self._known[key] = _KnownName(
+                served, {} if name is None else self._find_unfit(served, name, records)
+            )
         return known
 
     def _find_among(self, name: str | None, records: Collection[FleetRecord]) -> ServedModel | None:
@@ -238,12 +250,6 @@ class Catalogue:
                 adapter_id = listed if card.get("parent") else None
                 found.append((endpoint.model_id, endpoint.tokenizer_id, adapter_id))
         return ServedModel(*min(found, key=lambda one: one[:2])) if found else None
-
-    def _unfit_for(self, served: ServedModel, name: str) -> Mapping[str, str]:
-        records, key = self._current(), (served, name)
-        if key not in self._unfit:
-            self._unfit[key] = self._find_unfit(served, name, records)
-        return self._unfit[key]
 
     def _find_unfit(self, served: ServedModel, name: str, records: Mapping[str, FleetRecord]) -> Mapping[str, str]:
         unfit: dict[str, str] = {}
@@ -280,9 +286,9 @@ class Catalogue:
     def _current(self) -> Mapping[str, FleetRecord]:
         """The last-read records; what was derived from other records or lists is forgotten."""
         records, (of, version) = self._last.records, self._derived_from
-        if of is not records or version != self._lists.version or len(self._asked) + len(self._served) > MOST_TENANTS:
+        if of is not records or version != self._lists.version or len(self._known) + self._tenants > MOST_TENANTS:
             self._derived_from = records, self._lists.version
-            self._served, self._unfit, self._asked = {}, {}, {}
+            self._known, self._tenants = {}, 0
         return records
 
     async def _read_records(self) -> Mapping[str, FleetRecord]:

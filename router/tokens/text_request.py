@@ -105,10 +105,10 @@ class TextRequest:
     @property
     def model(self) -> str | None:
         """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
-        for field in ("lora_path", "model") if self.api is Api.GENERATE else ("model",):
-            if isinstance(name := self.body.get(field), str) and name:
-                return name
-        return None
+        if self.api is Api.GENERATE and isinstance(name := self.body.get("lora_path"), str) and name:
+            return name
+        name = self.body.get("model")
+        return name if isinstance(name, str) and name else None
 
     @property
     def adapter(self) -> str | None:
