@@ -121,9 +121,7 @@ async def test_one_call_to_a_small_pool_chooses_as_two_and_explains_every_candid
         await hold(index, records[f"w{number:03}"], TOKENS, blocks=rng.randrange(1, 60))
     slow = EngineRates(prefill_us_per_token=80.0, tpot_base_us=14_000.0)
     profile = EngineProfile(by_worker={} if seed % 2 else {id: slow for id in records if id[-1] in "147"})
-    settings = replace(
-        SETTINGS, profile=profile, session_us=50_000.0, explain_all=seed == 2, fleet_max_age_ms=600_000
-    )
+    settings = replace(SETTINGS, profile=profile, session_us=50_000.0, explain_all=seed == 2, fleet_max_age_ms=600_000)
     one, two = router(index, store, settings), router(index, store, settings, looks_up=False)
     assert await one.workers(SCOPE) == records
     for number in range(30):
