@@ -19,8 +19,8 @@ comma := ,
 dashed = $(subst $(comma),-,$(1))
 extras = $(foreach extra,$(subst $(comma), ,$(1)),--extra $(extra))
 
-QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet runtime) $(addprefix publishers/,ledger stream) \
-	$(addprefix router_client/,decision learning pricing) $(addprefix router/,outliers tokens) $(addprefix simulator/,cache engine) indexer/repair)
+QUICK := $(addprefix tests/,project $(addprefix kvatlas/,blocks bus cost fleet http runtime) $(addprefix publishers/,ledger stream) \
+	$(addprefix router_client/,decision learning pricing) $(addprefix router/,ejection tokens) $(addprefix simulator/,cache engine) indexer/repair)
 
 # Tests start hundreds of processes: none of them should compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=

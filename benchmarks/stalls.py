@@ -34,8 +34,8 @@ from kvatlas_publishers.stream.outbox import Outbox
 
 BLOCK_SIZE = 16
 CALL_MESSAGES = 64
-SWEEP_BLOCKS = 2_000
-"""The amount that indexers sweep."""
+SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
+"""The amounts that indexers sweep and scrub."""
 
 COMPUTING_CALLS = 200
 COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
@@ -108,6 +108,11 @@ async def _sweep(index: RedisIndex) -> None:
         pass
 
 
+async def _scrub(index: RedisIndex) -> None:
+    while not (found := await index.scrub(0, SCRUB_BLOCKS)).ended:
+        assert not found.damaged
+
+
 async def _retire_all(index: RedisIndex) -> None:
     for record in await index.records(0):
         await index.retire(record.worker_id, record.incarnation)
@@ -147,6 +152,8 @@ async def values_of_many_holders(index: RedisIndex) -> AsyncIterator[str]:
     many = Stored(scope.scope_id, Tier.CPU_DRAM, os.urandom(60_000 * HASH_BYTES))
     await apply_messages(index, [fleet[1].message(scope, many)])
     yield "messages of 8,000 and 60,000 blocks"
+    await _scrub(index)
+    yield "scrub of 256 workers"
     await index.recount([worker.worker_id for worker in fleet[:32]])
     yield "recount of 32 workers"
     await _retire_all(index)
@@ -161,6 +168,8 @@ async def many_scopes(index: RedisIndex) -> AsyncIterator[str]:
     for worker in fleet:
         await apply_messages(index, worker.snapshot({scope: os.urandom(HASH_BYTES) for scope in scopes}))
     yield "snapshots of 20,000 scopes"
+    await _scrub(index)
+    yield "scrub of 20,000 scopes"
     await index.retire("w0", 1)
     await _sweep(index)
     yield "sweep of 20,000 scopes"

@@ -1,4 +1,4 @@
-"""Indexer processes fold the stream of publishers' messages into the residency index.
+"""Indexer processes apply the stream of publishers' messages to the residency index.
 
     membership --leases--> owned_partitions --starts--> reader
     NATS --> pull_consumer --> admission --> queue --> applier --> index (kvatlas.index)

@@ -43,8 +43,6 @@ class IndexerCounters:
     snapshots_asked: int = 0
     snapshots_unanswered: int = 0
     snapshots_refused: int = 0
-    refreshes: int = 0
-    """snapshots requested although nothing was wrong"""
     grants_given: int = 0
     grants_refused: int = 0
     grants_bad: int = 0
@@ -72,6 +70,11 @@ class IndexerCounters:
     leases_lost: int = 0
     sweeps: int = 0
     scopes_forgotten: int = 0
+    # scrub
+    scrubs: int = 0
+    scrub_damaged: int = 0
+    scrub_strays: int = 0
+    scrub_given_up: int = 0
     event_lag: Distribution = field(default_factory=Distribution)
     """from a message's `ts_us` until it is applied"""
     apply_time: Distribution = field(default_factory=Distribution)

@@ -22,6 +22,7 @@ from kvatlas.index.protocol import ApplyResult, ResidencyIndex
 from kvatlas.settings import IndexerSettings
 from kvatlas_indexer.applier import Applier
 from kvatlas_indexer.cleanup.scope_expiry import ScopeExpiry
+from kvatlas_indexer.cleanup.scrub_loop import Scrubber
 from kvatlas_indexer.cleanup.sweep_loop import Sweeper
 from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.liveness.failure_detector import FailureDetector
@@ -34,7 +35,6 @@ from kvatlas_indexer.partition.event_stream import EventStream
 from kvatlas_indexer.partition.reader import PartitionReader, PartitionStatus
 from kvatlas_indexer.repair.grant_server import GrantServer
 from kvatlas_indexer.repair.grants import GrantBudget
-from kvatlas_indexer.repair.refresh_schedule import RefreshSchedule
 from kvatlas_indexer.repair.repair_loop import RepairLoop
 
 
@@ -104,7 +104,6 @@ class Replica:
             heartbeats=heartbeats,
             counters=counters,
             partitions=0 if publishers else index.partitions,
-            refresh=RefreshSchedule(settings.refresh_period_s),
             most_blocks=identities.most_blocks,
         )
         self._sweeper = Sweeper(index, counters, self.owned)
@@ -118,6 +117,7 @@ class Replica:
             self._repair.run,
             GrantServer(calls, self.owned, self._grants, counters, (index.partitions, *publishers)).run,
             self._sweeper.run,
+            Scrubber(index, counters, self.owned, settings.scrub_period_s).run,
             ScopeExpiry(index, counters, self.owned).run,
         ]
 

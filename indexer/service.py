@@ -44,7 +44,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     async with AsyncExitStack() as stack:
         listener = None
         if settings.status_port is not None:
-            from kvatlas.runtime.http_server import listen  # with the page itself 5 MiB
+            from kvatlas.http.server import listen  # with the page itself 5 MiB
 
             listener = stack.enter_context(
                 closing(listen(settings.status_host, settings.status_port, "status page", settings.http))
@@ -79,7 +79,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         with export_metrics("indexer", counters), export_metrics("messages_in", counters), _rare_collections():
             async with anyio.create_task_group() as group:
                 if listener is not None:
-                    from kvatlas.runtime.http_server import serve
+                    from kvatlas.http.server import serve
                     from kvatlas_indexer.status_page.application import application
 
                     replica.status_url = listener.url

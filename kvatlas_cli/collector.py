@@ -42,7 +42,7 @@ class _Followed:
     draining: bool = False
 
     def drain(self) -> None:
-        """Let routers send it no new requests."""
+        """Make routers stop sending it new requests."""
         if not self.draining:
             self.draining = True
             for publisher in self.publishers:

@@ -1,4 +1,4 @@
-"""Engine-side publishers: they publish the blocks in an engine's cache, and notice every lost event.
+"""Engine-side publishers: they publish which blocks an engine's cache holds, and detect every lost event.
 
     engine --ZMQ--> feed/subscriber --> publisher --> stream/changelog --------------> stream/sender --JetStream-->
                     |                                 |- ledger/        (held)         |
@@ -7,7 +7,7 @@
 
 Invariants
 - Nothing an engine sends stops its feed; everything left out is counted.
-- In doubt fewer blocks are published than are held, never more.
+- If in doubt, fewer blocks are published than are held, never more.
 - The messages of an incarnation, snapshot first, add up to the ledger's published blocks, or a new incarnation is due.
 - Memory for unsent messages is bounded: after an outbox overflow a new incarnation starts with a snapshot.
 """

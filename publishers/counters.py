@@ -72,7 +72,7 @@ class PublisherCounters:
     snapshot_requests: int = 0
     snapshot_requests_ignored: int = 0
     heartbeats_bad: int = 0
-    """messages on this worker's heartbeat subject that are not valid heartbeats of it"""
+    """messages on this worker's heartbeat subject that are not valid heartbeats"""
     yields: int = 0
     """times that this publisher yielded to a newer one of the same worker"""
     load_samples: int = 0

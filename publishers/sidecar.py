@@ -109,7 +109,7 @@ async def _status_page(
     if settings.status_port is None:
         yield
         return
-    from kvatlas.runtime.http_server import listen, serve  # most sidecars on a machine serve no page
+    from kvatlas.http.server import listen, serve  # most sidecars on a machine serve no page
     from kvatlas_publishers.status import application
 
     listener = listen(settings.status_host, settings.status_port, "status page", settings.http)

@@ -13,7 +13,7 @@ server needs:
     engine_objects/   which worker keeps stored responses, files and the like
     upstream/         connections to engines, and how their answers are judged
     progress/         finds engines that have work but compute nothing, probes and avoids them
-    outliers/         avoids workers that fail too often, for a while
+    ejection/         avoids workers that fail too often, for a while
     disaggregation/   a prefill worker and a decode worker for one request
     held_bookings.py  bookings for requests that other programs send
     litellm/          lets LiteLLM's Router choose deployments by kvatlas

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Scope
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.http.guard import PROVEN
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.tenancy.allowance_exchange import AllowanceExchange
@@ -20,7 +21,7 @@ from kvatlas_router.tenancy.clients_file import is_tenant_name
 from kvatlas_router.tenancy.counters import TenancyCounters
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.proof import Proof
-from kvatlas_router.tenant_gate import TenantGate, permit_of
+from kvatlas_router.tenant_gate import TenantGate, permit_of, proof_in
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
@@ -34,20 +35,18 @@ class ClientBorders:
     """`entrance` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
     allowances per minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
     `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no keys, all
-    answers of a router on loopback (`near`). `operators_prove`: operators' calls need a token, so the tenant that they name is
-    trusted."""
+    answers of a router on loopback (`near`)."""
 
     entrance: Entrance | None = None
     exchange: AllowanceExchange = field(default_factory=AllowanceExchange)
     salts: bool = False
     decisions: bool | None = None
     near: bool = True
-    operators_prove: bool = False
     counters: TenancyCounters = field(default_factory=TenancyCounters)
 
     def guard(self, application: ASGIApp) -> ASGIApp:
         """The application behind a gate at which clients prove their tenants; without proofs the application itself."""
-        return application if self.entrance is None else TenantGate(application, self.entrance, self.counters)
+        return application if self.entrance is None else TenantGate(application, self.entrance)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
         """Status for operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only
@@ -66,12 +65,16 @@ class ClientBorders:
             return self.decisions
         return self.near if caller.sees_decisions is None else caller.sees_decisions
 
+    async def prove_again(self, scope: Scope) -> Caller:
+        """The caller of a request that has been running for a while; see `Entrance.prove`."""
+        return ANYBODY if self.entrance is None else await self.entrance.prove(*proof_in(scope))
+
     def caller_of_operator(self, scope: Scope) -> Caller:
         """The caller of an operators' request, identified by its token, or else by its address. A caller with a token may name
         its tenant in a header. Raises InvalidValue for a bad header, or for one without a token."""
         named = [value.decode("utf-8", "replace") for name, value in scope["headers"] if name == OPERATORS_TENANT]
-        token = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not (self.operators_prove and token):
+        token = scope.get(PROVEN)
+        if token is None:
             if named:
                 raise InvalidValue("the header X-KVAtlas-Tenant needs an operator's token (--control-token-file)")
             return Caller(scope["client"][0] if scope["client"] else "")
@@ -103,7 +106,6 @@ async def open_borders(
         salts,
         decisions,
         near=is_loopback(settings.host),
-        operators_prove=settings.control_is_apart and bool(settings.control_http.tokens),
         counters=counters,
     )
     borders.exchange.start()

@@ -14,8 +14,8 @@ import anyio
 from anyio.abc import TaskStatus
 
 from kvatlas.addresses import is_loopback
+from kvatlas.http.server import Listener, listen, serve
 from kvatlas.runtime.descriptors import FEW, count_descriptors, most_requests
-from kvatlas.runtime.http_server import Listener, listen, serve
 from kvatlas.settings import ProxySettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_access import open_borders
@@ -29,7 +29,7 @@ from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.exchange import Exchange, ExchangeSettings
 from kvatlas_router.proxy.request_router import build_admission, open_request_router
 from kvatlas_router.proxy.route_api import RouteApi
-from kvatlas_router.proxy.worker_tries import WorkerTries
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_router.status_page.prompt_probe import PromptProbe
 from kvatlas_router.status_page.sections import router_page
 from kvatlas_router.upstream.engine_client import EngineClient
@@ -120,7 +120,8 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """Open the application with all its parts, for the caller's own server."""
+    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a
+    client leaves (`ON_LEAVE`)."""
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(
@@ -145,10 +146,10 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         )
         admission = build_admission(parts, settings, counters, apart=settings.disaggregate)
         stack.push_async_callback(admission.close)
-        tries = WorkerTries(
+        worker_attempts = WorkerAttempts(
             parts.catalogue,
             relay,
-            parts.outliers,
+            parts.ejections,
             counters,
             admission,
             settings.max_attempts,
@@ -159,7 +160,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
             parts.catalogue,
             objects,
             admission,
-            tries,
+            worker_attempts,
             counters,
             ExchangeSettings(settings.access_log, settings.request_hints),
         )
@@ -175,7 +176,7 @@ async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]
         if borders.entrance is not None:
             parts.client.condition.limits_shared = lambda: borders.exchange.is_shared
         route_api = RouteApi(
-            held, parts.client, parts.reader, parts.catalogue, parts.outliers, counters, shed=settings.shed
+            held, parts.client, parts.reader, parts.catalogue, parts.ejections, counters, shed=settings.shed
         )
         await parts.warm_up()
         pairs = PairBooker(parts.client, parts.catalogue.records, apart=settings.disaggregate)

@@ -5,10 +5,10 @@ Its `Permit` is then in the scope (`permit_of`), and its answer's headers say wh
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvatlas.runtime.http_access import PROBES
-from kvatlas.runtime.http_guard import CERTIFICATE, BodyTooLong, bounded_body
+from kvatlas.http.access import PROBES
+from kvatlas.http.guard import CERTIFICATE, BodyTooLong, bounded_body
 from kvatlas_router.proxy.client_request import ErrorKind, send_error
-from kvatlas_router.tenancy.counters import TenancyCounters
+from kvatlas_router.proxy.headers import RawHeaders
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.limits import OverLimit, Permit
 from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
@@ -19,18 +19,17 @@ _OPEN = PROBES | {"/version"}
 class TenantGate:
     """An ASGI application that wraps another one."""
 
-    def __init__(self, application: ASGIApp, entrance: Entrance, counters: TenancyCounters) -> None:
+    def __init__(self, application: ASGIApp, entrance: Entrance) -> None:
         self._application = application
         self._entrance = entrance
-        self._counters = counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in _OPEN or scope["method"] == "OPTIONS":  # browsers send no key with OPTIONS
             await self._application(scope, receive, send)
             return
-        address, path = scope["client"][0] if scope["client"] else "", scope["path"]
+        path = scope["path"]
         try:
-            permit = await self._entrance.admit(scope["headers"], address, scope.get(CERTIFICATE, frozenset()))
+            permit = await self._entrance.admit(*proof_in(scope))
         except Unproven as error:
             await send_error(send, path, ErrorKind.UNPROVEN, str(error), added=((b"www-authenticate", b"Bearer"),))
             return
@@ -63,14 +62,20 @@ class TenantGate:
 
     def _bounded(self, scope: Scope, permit: Permit, receive: Receive) -> Receive:
         """`receive`, but raising BodyTooLong above the caller's limit."""
-        limit = permit.caller.limits.body_bytes
-        if limit is None:
+        caller = permit.caller
+        if (limit := caller.limits.body_bytes) is None:
             return receive
         announced = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
-        return bounded_body(receive, announced, limit, self._record_too_long)
 
-    def _record_too_long(self, _: BodyTooLong) -> None:
-        self._counters.too_long += 1
+        def count(error: BodyTooLong) -> None:
+            self._entrance.count_too_long(caller, error.detail)
+
+        return bounded_body(receive, announced, limit, count)
+
+
+def proof_in(scope: Scope) -> tuple[RawHeaders, str, frozenset[str]]:
+    """What a request shows to prove its sender, for `Entrance.prove`: headers, address, names in its client's certificate."""
+    return scope["headers"], scope["client"][0] if scope["client"] else "", scope.get(CERTIFICATE, frozenset())
 
 
 def permit_of(scope: Scope) -> Permit | None:

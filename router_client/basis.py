@@ -1,10 +1,10 @@
-"""The grounds of a choice."""
+"""The basis of a choice."""
 
 from enum import StrEnum
 
 
 class Basis(StrEnum):
-    """The grounds of a choice.
+    """The basis of a choice.
 
     `COST`: overlap, cost and load. `LOAD`: load alone, because the index did not answer or is switched off. `PREFIX_HASH`:
     a hash of the prompt's start, because load was not known either. `POLICY`: another policy, in shadow mode.

@@ -230,7 +230,7 @@ class RouterClient:
 
     @property
     def replica_status(self) -> Mapping[str, Any] | None:
-        """The state of this process' copy of the index, its age and its counters; None if there is no copy."""
+        """The state of this process's copy of the index, its age and its counters; None if there is no copy."""
         return self._index.status() if isinstance(self._index, ReportsStatus) else None
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:

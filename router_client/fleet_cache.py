@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvatlas.blocks.reuse import ReuseRules
 from kvatlas.cost import CostProfile, EngineProfile
-from kvatlas.fleet.records import FleetRecord
+from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 from kvatlas.store.deadline import READ_SHARE, STORE_FAILURES, Deadline
 from kvatlas.telemetry import step_span
 from router_client.learning.bound_shares import BoundShares
@@ -16,7 +16,7 @@ from router_client.pricing.pool import FetchKnowledge, Pool
 MAX_AGE_MS = 200.0
 EMPTY_GRACE_S = 60.0
 LISTED_S = 1.0
-"""Requests for a model without workers read the whole fleet no more often."""
+"""Minimum interval between reads of the whole fleet for requests for a model without workers."""
 BEHIND_S = 3.0
 """Maximum age of the pool if the store is far away: it is then read in the background."""
 
@@ -46,9 +46,22 @@ class StaticFleet:
         return self.records
 
 
+def presume_alive(records: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
+    """The records, with a pool's lost workers as alive if no worker of the pool can get requests. Their engines were up when
+    last heard from, and if all are silent at once, NATS or the publishers have failed, not the engines."""
+    silent = {id: one for id, one in records.items() if one.liveness is Liveness.LOST and one.state is EngineState.UP}
+    if silent:
+        served = {record.endpoint.pool_id for record in records.values() if record.routable}
+        silent = {id: record for id, record in silent.items() if record.endpoint.pool_id not in served}
+    if not silent:
+        return records
+    return {**records, **{id: one.model_copy(update={"liveness": Liveness.ALIVE}) for id, one in silent.items()}}
+
+
 class LastKnownRecords:
-    """The last-read fleet records. A pool that is no longer read keeps its records for EMPTY_GRACE_S from the first read
-    without it: a store that came back without its data lacks them until the indexers have written again."""
+    """The last-read fleet records, as `presume_alive` has them. A pool that is no longer read keeps its records for
+    EMPTY_GRACE_S from the first read without it: a store that came back without its data lacks them until the indexers have
+    written again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.records: Mapping[str, FleetRecord] = {}
@@ -63,7 +76,7 @@ class LastKnownRecords:
         self._missing_since = {id: self._missing_since.get(id, now) for id in missing}
         kept = {id for id, since in self._missing_since.items() if now - since <= EMPTY_GRACE_S}
         known = {id: record for id, record in self.records.items() if record.endpoint.pool_id in kept}
-        self.records = {**known, **read} if known else read
+        self.records = presume_alive({**known, **read} if known else read)
         return self.records
 
 

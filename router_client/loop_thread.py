@@ -154,8 +154,8 @@ class LoopThread:
         return self._pid != os.getpid()
 
     def abandon(self) -> None:
-        """In a forked child: never end the parent's tasks. Python would do so when it finds nothing else that needs them; they
-        would then end what is the parent's, on connections that both processes have."""
+        """In a forked child, keep the parent's tasks alive. If Python collected them, they would clean up what belongs to the
+        parent, on connections that both processes share."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(asyncio.all_tasks(self._loop)))
 
     def _serve(self) -> None:

@@ -15,7 +15,7 @@ from router_client.prompt import Prompt
 FIRST_BLOCKS = 1_024
 GROWTH = 8
 START_BLOCKS = 256
-"""Prompts of token ids that share this many blocks have the same start: ties between them are broken equally."""
+"""Prompts of token ids that share this many blocks have the same start: ties are broken the same way for all of them."""
 
 
 class PromptChain:

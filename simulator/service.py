@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 from starlette.types import ASGIApp
 
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.server import listen, serve
 from kvatlas_simulator.cache.block_hash import BlockHasher
 from kvatlas_simulator.cache.kv_cache import KVCache
 from kvatlas_simulator.cache.resident_blocks import list_resident_blocks
@@ -48,7 +49,8 @@ async def run_engine(
     Raises SettingsError for an address that can't be listened on. Nothing outlives the call.
     """
     async with open_feed(settings.encoding, settings.feed) as feed:
-        listener = listen(settings.host, settings.port, "the engine's HTTP server")
+        access = HttpAccess(origins=("*",))  # engines have no rule for pages in browsers
+        listener = listen(settings.host, settings.port, "the engine's HTTP server", access)
         addresses = EngineAddresses(listener.url, feed.endpoint, feed.replay_endpoint)
         sink = feed if settings.events else NoEvents()
         hasher = settings.hasher(secrets.randbits(64))

@@ -19,9 +19,9 @@ HEAD = """# Routing policies compared
 Written by `make lab`; don't edit. Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in virtual time, with kvatlas' real ledger, index, cost model and reservations
-([how](replay.md)). Step costs in the chapters on workloads and terms are those of a 70-billion-parameter model on four
-accelerators (`benchmarks/lab/grid.py` derives them); in the chapter on events, roughly those of an 8-billion-parameter model on
-one. None is measured on a card. `kvatlas replay --help` explains the policies.
+([how](replay.md)). The engines' step costs are those of a 70-billion-parameter model on four accelerators
+(`benchmarks/lab/grid.py` derives them); for late and lost events, roughly those of an 8-billion-parameter model on one. None
+was measured on a real accelerator. `kvatlas replay --help` explains the policies.
 """
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 

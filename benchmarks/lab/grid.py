@@ -239,7 +239,7 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
             "or worse than the best rival in this figure. A win or a loss is beyond the 95 % interval of the difference, seed "
             "by seed, and names the rival. Everything else, in parentheses, is a tie.",
             "", "```", command, "```", "", table, "",
-            "**Against each rival**: wins / ties / losses over the rows above, and kvatlas' mean gain.",
+            "**Against each rival**: wins/ties/losses over the rows above, and kvatlas' mean gain.",
             "", _rivals_table(results, places), "",
         ]
     )  # fmt: skip
@@ -268,7 +268,7 @@ def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
                 compare_with(results, case, load, name, aim) for case, load in places if (case, load, name) in results
             ]
             words = [verdict.word for verdict in verdicts]
-            count = " / ".join(str(words.count(word)) for word in ("win", "tie", "loss"))
+            count = "/".join(str(words.count(word)) for word in ("win", "tie", "loss"))
             row.append(f"{count}, {fmean(verdict.gain for verdict in verdicts):+.0%}")
         rows.append(row)
     return to_table(["rival", *(aim.title for aim in AIMS)], rows)
@@ -280,7 +280,7 @@ def terms_to_markdown(results: Results, command: str, seeds: int, requests: int)
     return "\n".join(
         [
             "## Cost terms",
-            f"kvatlas against itself without one of its parts, or with another one: wins / ties / losses of the default over "
+            f"kvatlas against itself without one of its parts, or with another one: wins/ties/losses of the default over "
             f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
             f"requests, {seeds} seeds.",
             "", "```", command, "```", "", _rivals_table(results, places), "",

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from benchmarks.child_processes import server_process
 from benchmarks.requests.clients import Request, Seen, running_engines, send, ttft_ms
 from kvatlas.embedded import valkey_server
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.server import listen, serve
 from kvatlas.store.connection import connected_store
 from kvatlas_simulator.demo.processes import wait_until_routable
 

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from benchmarks.result import Result, tabulate
 from benchmarks.store_calls import LONGEST_MS
+from kvatlas.ejection.store import ejections_key
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.fleet_store.allowances import allowance_key
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, object_keys
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
-from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS
 from kvatlas.reservations.protocol import MOST_LIKENESSES, MOST_OFFERS
@@ -98,8 +98,9 @@ def fill_store(client: Redis, chain: int = CHAIN) -> None:
         ask = _pack([1.0, [[128, hashes]], _kind(1), [worker, 0, 0, 0, 1.0, 1.0], 0, 0, [], [], 0, 0, 0, [], []])
         words = _fcall(book, POOL, number.to_bytes(16, "big"), "rogue", MOST_US, MOST_US, 100, ask)
         client.execute_command(*words)  # type: ignore[no-untyped-call]
-    client.hset(outliers_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
+    client.hset(ejections_key("p"), mapping={f"x{n}": _pack([1.0e15, 1.0, 1.0, 0, 0, "", 0]) for n in range(20_000)})
     client.hset(answers_key("p"), mapping={f"x{n}": b"%d %s" % (10**16, b"x" * 100) for n in range(20_000)})
+    client.zadd(object_keys("a")[2], {f"x{n}": 1.0 for n in range(20_000)})
     client.hset(POOL[-1], mapping={f"w{n}": _pack([1, 1.0, [1.0] * 40]) for n in range(POOL_WORKERS)})
 
 
@@ -132,7 +133,15 @@ def _reading() -> Iterator[Call]:
     yield "kvatlas_active", "of the blocks", (BLOCKS, META), (0, 1_000)
     yield "kvatlas_held", "many scopes", (BLOCKS,) * 512, ("x",) * 256
     yield "kvatlas_locate", "one block", (BLOCKS, ACTIVE), (CHAIN_HASHES[:8],)
-    yield "kvatlas_state", "one worker", (WORKERS, *STATES[3:]), ("w1",)
+    yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:8_000])
+    yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:128],) * 63)
+    fields = [hash_of(number) + b"h" for number in range(0, 20_000, 64)]
+    looked = (*STATES, MARKS)
+    yield "kvatlas_look_marks", "many fields", looked, ("w1", _pack(fields))
+    yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 4_000))
+    workers = [f"w{number}" for number in range(64)]
+    yield "kvatlas_scrub", "all workers", (BLOCKS, *STATES), ("", 0, 1_000, *workers)
+    yield "kvatlas_scrub_marks", "all workers", (MARKS, *STATES), ("", 0, 1_000, *workers)
     yield "kvatlas_scopes_idle", "a thousand", (POOL[9],), (0, 1_000)
     yield "kvatlas_room", "once", (META,), ()
     yield "kvatlas_pool_booked", "many ids", POOL, (b"\0" * 16,) * 1_024
@@ -160,8 +169,8 @@ def _writing() -> Iterator[Call]:
     yield "kvatlas_pool_learn", "many workers", POOL, (_pack([1, *rows]), 5)
     yield "kvatlas_pool_learn", "long sums", POOL, (_pack([1, ["w1", 1.0, 0.5, 0.5, [1.0] * 6_000]]), 5)
     failed = [[f"y{n}", 0.0, 9.0, "eject", 0, MOST_US] for n in range(256)]
-    outliers = (outliers_key("p"),)
-    yield "kvatlas_pool_outliers", "many workers", outliers, ("r", 1, 1, MOST_US, _pack(failed))
+    ejections = (ejections_key("p"),)
+    yield "kvatlas_pool_ejections", "many workers", ejections, ("r", 1, 1, MOST_US, _pack(failed))
     yield "kvatlas_pool_answered", "many routers", (answers_key("p"),), ("r", MOST_US, 256, b"x" * 16_000)
     yield "kvatlas_pool_report", "many workers", POOL, (_pack([_report(n, sampled=2) for n in range(24)]),)
     yield "kvatlas_pool_report", "as the last one's booking", POOL, (_pack([_report(n, covered=0) for n in range(24)]),)
@@ -171,8 +180,9 @@ def _writing() -> Iterator[Call]:
     yield "kvatlas_fleet_draw", "many clients", tuple(allowance_key(f"requests:{n}") for n in range(256)), tuple(draw)
     yield "kvatlas_fleet_draw", "too many", (allowance_key("x"),) * 2_666, (1,) * 7_998
     objects = [word for n in range(512) for word in (f"resp_{n}", "w1")]
-    yield "kvatlas_fleet_put_objects", "many", OBJECTS, (100_000, 10, *objects)
-    yield "kvatlas_fleet_find_object", "one", OBJECTS, ("resp_1",)
+    yield "kvatlas_fleet_put_objects", "many", object_keys("a"), (100_000, 10, "a", *objects)
+    yield "kvatlas_fleet_put_objects", "many tenants", object_keys("a"), (1, 10**9, "a", "resp_1", "w1")
+    yield "kvatlas_fleet_find_object", "one", object_keys("a")[:2], ("resp_1",)
 
 
 def _asks() -> dict[str, bytes]:

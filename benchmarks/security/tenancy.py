@@ -46,8 +46,7 @@ async def measure() -> list[Result]:
             "a JWT seen before": [partial(shown, [*usual, _bearer(tokens[0])])] * RUNS,
             "a new JWT (RS256)": [partial(shown, [*usual, _bearer(token)]) for token in tokens],
         }
-        counters = TenancyCounters()
-        gate = TenantGate(_answer, Entrance(proof, AllowanceExchange(), counters), counters)
+        gate = TenantGate(_answer, Entrance(proof, AllowanceExchange(), TenancyCounters()))
         rows["a key, and the gate with its limits"] = [partial(_pass, gate, [*usual, _bearer(b"key-999")])] * RUNS
         results = []
         for name, calls in rows.items():

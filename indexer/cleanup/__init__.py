@@ -1,1 +1,1 @@
-"""Background work in the store: sweep, expiry of records, scopes and function libraries."""
+"""Background work in the store: scrub, sweep, expiry of records, scopes and function libraries."""

@@ -13,7 +13,7 @@ from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Hear
 LOST_AFTER_S = 5.0
 RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
-"""Workers that fell silent within this time of each other count as silent at once."""
+"""Workers that fell silent within this time of each other count as silent at the same time."""
 FEWEST_AT_ONCE = 3
 """A smaller number is retired even if it is most of the fleet: a mistake costs two snapshots."""
 BLIND_FOR_S = 600.0

@@ -38,8 +38,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None
-    before the first; `at_end`: no message is known to be missing."""
+    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None before
+    the first; `at_end`: no message is known to be missing."""
 
     partition: int
     pending: int
@@ -168,7 +168,7 @@ class PartitionReader:
 
 
 async def start_position(index: ResidencyIndex, partition: int, stream: StreamInfo) -> tuple[Position, bool]:
-    """The position to read after, which is stored then; True if it is the beginning of a new stream.
+    """The position after which to read, which is stored from then on; True if it is the beginning of a new stream.
 
     A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
     Raises KvatlasError if another owner moved the position in the meantime.

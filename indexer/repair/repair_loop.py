@@ -1,5 +1,4 @@
-"""Every second: reads the workers' records in the owned shards, and requests snapshots of the workers in doubt and of those
-whose snapshot is old."""
+"""Every second: reads the workers' records in the owned shards, and requests snapshots of the workers in doubt."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,10 +21,9 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.telemetry import inject_headers, snapshot_request_span
 from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.liveness.heartbeats import Heartbeats
-from kvatlas_indexer.liveness.suspicion import Doubt, DoubtJudge
+from kvatlas_indexer.liveness.suspicion import Doubt, DoubtJudge, SnapshotRequest
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 from kvatlas_indexer.repair.grants import GrantBudget
-from kvatlas_indexer.repair.refresh_schedule import RefreshSchedule
 
 JUDGE_EVERY_S = 1.0
 LEFT_OUT_S = 600.0
@@ -48,7 +46,6 @@ class RepairLoop:
         heartbeats: Heartbeats,
         counters: IndexerCounters,
         partitions: int,
-        refresh: RefreshSchedule,
         most_blocks: Callable[[str], int | None] = lambda _: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -61,7 +58,6 @@ class RepairLoop:
         self._owned = owned
         self._doubt = doubt
         self._grants = grants
-        self._refresh = refresh
         self._heartbeats = heartbeats
         self._counters = counters
         self._clock = clock
@@ -109,27 +105,7 @@ class RepairLoop:
                 continue
             known = records.get(request.worker_id)
             if known is None or not known.oom or self._has_room(rooms, known):
-                await self._request(request.worker_id, request.above, request.doubt.value)
-                self._counters.snapshots_asked += 1
-                self._heartbeats.record_repair(request.worker_id, request.doubt.text)
-        await self._refresh_one(records, rooms)
-
-    async def _refresh_one(self, records: Mapping[str, WorkerRecord], rooms: Mapping[int, Room]) -> None:
-        """Request a fresh snapshot of the sound worker that needs one most, if one is due."""
-        doubts = self._doubt.doubts
-
-        def is_ready(one: WorkerRecord) -> bool:
-            sound = one.answering and not one.loading and not one.bad and one.worker_id not in doubts
-            return sound and self._owned.at_end(one.worker_id) and self._has_room(rooms, one)
-
-        owned = [one for one in records.values() if self._owned.owns(one.worker_id)]
-        record = self._refresh.due(owned, is_ready, self._clock())
-        if record is None:
-            return
-        blocks = (await self._index.claimed([record.worker_id])).get(record.worker_id, 0)
-        self._refresh.note_request(record, blocks, self._clock())
-        self._counters.refreshes += 1
-        await self._request(record.worker_id, record.incarnation, "refresh")
+                await self._request(request)
 
     async def _close_too_large(self, records: Mapping[str, WorkerRecord]) -> None:
         """Take workers with more blocks than their publishers' identities allow out of the index: one publisher must not fill
@@ -170,12 +146,19 @@ class RepairLoop:
         self.evicting = evicting
         self.out_of_memory = {shard for shard, room in rooms.items() if room.free <= 0}
 
-    async def _request(self, worker_id: str, above: int, reason: str) -> None:
-        log.info("worker %s: requesting a snapshot above incarnation %d (%s)", worker_id, above, reason)
-        control = ControlRequest(op=ControlOp.SNAPSHOT, above=above, partitions=self._partitions)
-        with snapshot_request_span(worker_id, above=above, doubt=reason):
+    async def _request(self, request: SnapshotRequest) -> None:
+        self._counters.snapshots_asked += 1
+        self._heartbeats.record_repair(request.worker_id, request.doubt.text)
+        log.info(
+            "worker %s: requesting a snapshot above incarnation %d (%s)",
+            request.worker_id,
+            request.above,
+            request.doubt.value,
+        )
+        control = ControlRequest(op=ControlOp.SNAPSHOT, above=request.above, partitions=self._partitions)
+        with snapshot_request_span(request.worker_id, above=request.above, doubt=request.doubt.value):
             await self._client.publish(
-                control_subject(worker_id), control.pack(), reply=self._inbox, headers=inject_headers()
+                control_subject(request.worker_id), control.pack(), reply=self._inbox, headers=inject_headers()
             )
 
     async def _on_reply(self, msg: Msg) -> None:

@@ -134,6 +134,7 @@ INGEST = Dashboard(
         Panel("Outboxes", [Query("sum by (state) (kvatlas_publisher_outbox_messages)", "{{state}}")]),
         Panel("Failed sends", [Query(rate("kvatlas_publisher_send_failures_total", "reason"), "{{reason}}")]),
         Panel("Blocks not publishable", [Query(rate("kvatlas_ledger_skipped_total", "reason"), "{{reason}}")]),
+        Panel("Scrub", [Query(rate("kvatlas_indexer_scrub_workers_total", "found"), "{{found}}")]),
     ],
 )
 ROUTING = Dashboard(
@@ -163,9 +164,9 @@ ROUTING = Dashboard(
             about="Tokens a second that engines found more, and fewer, than predicted",
         ),
         Panel("Token ids", [Query(rate("kvatlas_tokens_requests_total", "outcome"), "{{outcome}}")]),
-        Panel("Workers ejected", [Query("max(kvatlas_outliers_ejected)")], kind="stat"),
+        Panel("Workers ejected", [Query("max(kvatlas_ejection_workers)")], kind="stat"),
         Panel("Engines stalled", [Query("sum(max by (worker) (kvatlas_progress_stalled))")], kind="stat"),
-        Panel("Engines' answers", [Query(rate("kvatlas_outliers_answers_total", "verdict"), "{{verdict}}")]),
+        Panel("Engines' answers", [Query(rate("kvatlas_ejection_answers_total", "verdict"), "{{verdict}}")]),
         Panel("Retries", [Query(rate("kvatlas_proxy_retries_total", "reason"), "{{reason}}")]),
         Panel("Over limits", [Query(rate("kvatlas_router_decisions_over_limits_total", "limit"), "{{limit}}")]),
         Panel("Error of expected times", [Query("max by (of) (kvatlas_router_rates_error)", "{{of}}")], "percentunit"),

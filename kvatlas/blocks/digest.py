@@ -1,9 +1,9 @@
 """The residency digest: two parties that hold the same set of blocks have equal digests.
 
 Each tier has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: the low and the high
-half of the hash, each multiplied by an odd 20-bit number derived from the scope id. Because the sums are additive, a store
-or a removal updates them without reading anything else, and a batch costs one multiplication. Mixing in the scope exposes a
-block in the wrong scope. (20 bits, because the store's Lua computes in doubles.)
+half of the hash, each multiplied by an odd 20-bit number derived from the scope id. Because the sums are additive, a store or a
+removal updates them without reading anything else, and a batch costs one multiplication. The scope is mixed in, so a block in
+the wrong scope shows. (20 bits, because the store's Lua computes in doubles.)
 """
 
 import sys
@@ -47,8 +47,8 @@ def _add(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign:
 class MarkDigest:
     """Mutable digest of marks: (count, low sum, high sum) of the marked blocks, then of the heads.
 
-    A head counts with its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the
-    bits), the high sum does the same with the high halves.
+    A head contributes its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the bits),
+    the high sum does the same with the high halves.
     """
 
     __slots__ = ("_words",)

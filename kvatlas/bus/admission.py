@@ -49,7 +49,7 @@ class PoisonMessage(KvatlasError):
 
 
 CHECKS_REMEMBERED = 10_000
-"""Limit of checked subjects and of checked scopes; above it they are forgotten and checked again."""
+"""Number of checked subjects, and of checked scopes, that are remembered; beyond it all are forgotten and checked again."""
 
 
 class Admission:

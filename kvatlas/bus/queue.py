@@ -69,7 +69,7 @@ class PartitionQueue:
 
     @property
     def full(self) -> bool:
-        """True while the consumer must request no more."""
+        """True while the consumer must not request more."""
         return len(self._entries) >= QUEUE_MESSAGES or self.queued_bytes >= QUEUE_BYTES
 
     @property

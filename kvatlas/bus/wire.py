@@ -15,7 +15,7 @@ Version 2 adds these, for workers whose residency does not show where a prompt c
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
 Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to another chain
-(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks take other bytes in some tiers:
+(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks have another size in some tiers:
 `{tier: bytes per block}`. `block_bytes` holds in all others (`kvatlas.blocks.block_sizes`).
 
 Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
@@ -162,7 +162,7 @@ def decode(payload: bytes) -> Message:
 
 
 def from_raw(raw: RawMessage) -> Message:
-    """A checked raw message as values. Raises WireError for a scope entry that is not one."""
+    """A checked raw message as values. Raises WireError for a malformed scope entry."""
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
     uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
     return Message(worker_id, incarnation, seq, [_decode_event(event) for event in events], uses, ts_us)

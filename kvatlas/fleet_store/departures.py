@@ -1,4 +1,4 @@
-"""Workers that were retired within the last hour, so that a missing worker can be found.
+"""Workers that were retired within the last hour, by which missing workers are found.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 

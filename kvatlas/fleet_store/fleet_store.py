@@ -5,7 +5,8 @@
     (layouts with a number other than 0: kva:{fleet}:members:<number>, kva:{fleet}:leases:<number>)
     kva:{fleet}:pools     SET   pool ids
     kva:{fleet}:departed  HASH  workers that were retired within the last hour: `kvatlas/fleet_store/departures.py`
-    kva:{fleet}:objects   HASH  id of an object that an engine keeps -> worker id; kva:{fleet}:objects:older
+    kva:{fleet}:objects:newer:<tenant>   HASH  id of an object that an engine keeps -> worker id; also ...:older:<tenant>
+    kva:{fleet}:objects:tenants          ZSET  tenant, '' for the only one -> seconds at which it last made one
     kva:{fleet}:limit:<kind>:<client>   HASH  what a client may use: `kvatlas/fleet_store/allowances.py`
     kva:{pool:<id>}:workers   HASH  worker id -> FleetRecord; the pool's other keys: `kvatlas/reservations/functions/_pool.lua`
 
@@ -32,9 +33,9 @@ from kvatlas.store.function_library import FunctionLibrary
 MEMBERS = "kva:{fleet}:members"
 LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
-OBJECTS = ("kva:{fleet}:objects", "kva:{fleet}:objects:older")
+OBJECTS = "kva:{fleet}:objects"
 MOST_OBJECTS = 100_000
-"""Limit of each of these two hashes: at most 20 MB of the store."""
+"""Limit of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store for one."""
 OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
@@ -58,6 +59,11 @@ def leases_key(layout: int) -> str:
 
 def pool_workers_key(pool_id: str) -> str:
     return pool_keys(pool_id)[0]
+
+
+def object_keys(tenant_id: str | None) -> tuple[str, str, str]:
+    """A tenant's newer and older objects, and all tenants. `None`: there is one tenant."""
+    return f"{OBJECTS}:newer:{tenant_id or ''}", f"{OBJECTS}:older:{tenant_id or ''}", f"{OBJECTS}:tenants"
 
 
 class FleetStore:
@@ -210,16 +216,17 @@ class FleetStore:
 
     # ------------------------------------------------------------ objects that engines keep
 
-    async def put_objects(self, holders: Mapping[str, str]) -> None:
-        """Record the workers of objects, by object id. The oldest objects are dropped."""
+    async def put_objects(self, holders: Mapping[str, str], tenant_id: str | None = None) -> None:
+        """Record the workers of a tenant's objects, by object id. Its oldest objects are dropped."""
         pairs = [text for pair in holders.items() for text in pair]
+        fixed: list[str | int] = [MOST_OBJECTS, KEEP_OBJECTS_S, tenant_id or ""]
         for first in range(0, len(pairs), 2 * OBJECTS_A_CALL):
             some = pairs[first : first + 2 * OBJECTS_A_CALL]
-            await self._call("kvatlas_fleet_put_objects", OBJECTS, [MOST_OBJECTS, KEEP_OBJECTS_S, *some])
+            await self._call("kvatlas_fleet_put_objects", object_keys(tenant_id), [*fixed, *some])
 
-    async def find_object(self, id: str) -> str | None:
-        """The worker that has an object, if known."""
-        found = await self._call("kvatlas_fleet_find_object", OBJECTS, [id])
+    async def find_object(self, id: str, tenant_id: str | None = None) -> str | None:
+        """The worker that has a tenant's object, if known."""
+        found = await self._call("kvatlas_fleet_find_object", object_keys(tenant_id)[:2], [id])
         return found[0].decode() if found else None
 
     # ------------------------------------------------------------ what clients may use

@@ -10,7 +10,7 @@ State is kept by worker. The **fence** checks a worker's messages inside the cal
   and digest are right; otherwise the worker is closed until a higher incarnation.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +87,22 @@ class ApplyResult:
             tuple(moved),
             no_room,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubResult:
+    """The findings of one part of a scrub.
+
+    `checked`: workers recounted to the end. `damaged`: those whose blocks differed from their digest; they are `bad` now.
+    `strays`: entries of unknown holders that were removed. `given_up`: workers that changed too fast to be followed.
+    `ended`: the round over all the shard's workers is over.
+    """
+
+    checked: int
+    damaged: Sequence[str]
+    strays: int
+    given_up: int
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +203,14 @@ class ResidencyIndex(Protocol):
 
     async def room(self, shard: int) -> Room:
         """Memory of the shard's server. A writer's call also loads the store's functions if they are gone."""
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        """Continue a round that recounts active holders' blocks against their digests, for about `budget_blocks` entries:
+        of all workers, or of those in these partitions when the round began.
+
+        It finds damage that no message caused. Damage is counted, and the worker becomes `bad` (it answers until a new
+        incarnation begins). A worker that changes meanwhile can be followed only by the index through which its messages
+        are applied."""
 
     async def record(self, worker_id: str) -> WorkerRecord | None:
         """One worker's fence."""

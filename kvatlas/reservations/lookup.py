@@ -16,7 +16,7 @@ from kvatlas.identity import Scope
 MOST_LOOKED_UP = 8_192
 """Hashes of all chains in one ask. More would make the call's argument too long."""
 MOST_LOOKED_UP_CHAINS = 4
-"""Chains of one ask: the store serves no one else while it looks. Pools with more shapes of blocks are looked up apart."""
+"""Chains of one ask: the store serves no one else while it looks. Pools with more shapes of blocks are looked up separately."""
 MOST_NAMED = 64
 """Workers that a lookup may name."""
 MOST_ODD_BYTES = 32_768

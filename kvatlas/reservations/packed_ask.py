@@ -14,7 +14,8 @@ from kvatlas.reservations.room_and_slo import Limits
 from kvatlas.reservations.waiting_request import WaitingRequest, digest
 
 _packer = msgpack.Packer(use_bin_type=False)
-"""In msgpack's older form, where text and bytes are one type: the store's Lua reads byte strings only in that."""
+"""In msgpack's older form, in which text and bytes are one type, because the store's Lua reads byte strings only in that
+form."""
 
 
 def pack(value: Any) -> bytes:

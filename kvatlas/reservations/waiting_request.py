@@ -49,7 +49,7 @@ class WaitingRequest:
     `priority`: lower goes first. `weight`: the tenant's share of the pool, relative to other tenants. `program`: the agent or
     conversation that it belongs to; empty if unknown. `age_us`: how long ago it arrived; `left_us`: how long it may still wait.
     `workers`: those it may go to; None: all of its pool, or too many to name. `may_wait` False: its tenant is only charged, as
-    for another try of a request that was already booked once.
+    for another attempt of a request that was already booked once.
     """
 
     id: bytes

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.http.access import HttpAccess
 from kvatlas.settings.field_types import Name, Port
 from kvatlas.settings.http import HttpSettings, read_tokens
 from kvatlas.settings.process import HelpGroups
@@ -34,7 +34,7 @@ class ClientSettings(HttpSettings):
     control_port: Port | None = Field(
         default=None,
         description="Port for operators; 0: any free port. Default: --port plus 1,000, or --port itself on "
-        "loopback without token files.",
+        "loopback without token files, --clients-file and --cors-origins.",
     )
     control_token_file: Path | None = Field(
         default=None,
@@ -62,10 +62,16 @@ class ClientSettings(HttpSettings):
         return any(one is not None for one in given) or not is_loopback(self.host)
 
     @property
+    def http(self) -> HttpAccess:
+        """See `HttpSettings.http`."""
+        return replace(super().http, gated=self.clients_file is not None)
+
+    @property
     def control_http(self) -> HttpAccess:
         """Access to the operators' port."""
         file = self.control_token_file
-        return self.http if file is None else replace(self.http, tokens=read_tokens(file, "--control-token-file"))
+        tokens = super().http.tokens if file is None else read_tokens(file, "--control-token-file")
+        return replace(super().http, tokens=tokens)
 
     @property
     def control_at(self) -> int:

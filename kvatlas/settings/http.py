@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.http_access import HttpAccess
+from kvatlas.http.access import HttpAccess
 from kvatlas.settings.process import HelpGroups, ProcessSettings, read_secret
 from kvatlas.validation import Positive
 

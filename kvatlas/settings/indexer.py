@@ -18,7 +18,7 @@ class IndexerSettings(Settings, HttpSettings):
 
     help_groups: ClassVar[HelpGroups] = {
         COMMON: "nats_url redis_url status_port identities retire_after_s",
-        "Index": "partitions shards layout fleet_id side_index refresh_period_s member_id",
+        "Index": "partitions shards layout fleet_id side_index scrub_period_s member_id",
         "Event stream": "stream_replicas stream_max_bytes stream_max_age_s stream_storage",
         "HTTP server": "status_host",
     }
@@ -61,10 +61,8 @@ class IndexerSettings(Settings, HttpSettings):
     status_port: Port | None = Field(
         default=None, description="Port of the status page; 0: any free port; default: no page."
     )
-    refresh_period_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="Seconds after which a worker is asked for a fresh snapshot even if nothing seems wrong.",
+    scrub_period_s: float = Field(
+        default=600.0, gt=0, description="Seconds in which the scrub recounts all blocks once."
     )
     stream_replicas: Positive = Field(
         default=1, description="Replicas of the event stream, if this indexer creates it."

@@ -1,11 +1,13 @@
 """Settings of `kvatlas router`, the OpenAI-compatible proxy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from kvatlas.addresses import is_loopback
+from kvatlas.http.access import HttpAccess
 from kvatlas.settings.clients import ClientSettings
 from kvatlas.settings.field_types import CommaList, Labels, Name, PathList, Port
 from kvatlas.settings.lookup import LookupSettings
@@ -175,7 +177,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
     )
     request_hints: bool = Field(
         default=False,
-        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Allow and -Deny of requests. "
+        description="Obey the headers X-KVAtlas-Strategy, -Priority, -Session, -Wait-Ms, -Allow and -Deny of requests. "
         "Trusted: a gateway must set or remove them.",
     )
     drain_s: float = Field(
@@ -197,3 +199,13 @@ class ProxySettings(RoutingSettings, ClientSettings):
     held_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a /kvatlas/route without its /kvatlas/done is released."
     )
+
+    @property
+    def http(self) -> HttpAccess:
+        """See `ClientSettings.http`."""
+        return replace(super().http, origins=self.cors_origins)
+
+    @property
+    def control_is_apart(self) -> bool:
+        """See `ClientSettings.control_is_apart`. Pages that may use the proxy must not use operators' calls."""
+        return bool(self.cors_origins) or super().control_is_apart

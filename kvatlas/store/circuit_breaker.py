@@ -17,12 +17,12 @@ class CircuitBreaker:
         self._rest_s = rest_s
         self._clock = clock
         self._failed = 0
-        self._next_try = 0.0
+        self._next_attempt = 0.0
 
     @property
     def is_open(self) -> bool:
-        """True if it has failed often enough to be spared. A call that `may_call` then allows is only a trial, for which
-        nothing should wait."""
+        """True if it has failed so often that calls are suspended. A call that `may_call` then allows is only a trial, for
+        which nothing should wait."""
         return self._failed >= self._failures
 
     def may_call(self) -> bool:
@@ -31,9 +31,9 @@ class CircuitBreaker:
         if not self.is_open:
             return True
         now = self._clock()
-        if now < self._next_try:
+        if now < self._next_attempt:
             return False
-        self._next_try = now + self._rest_s
+        self._next_attempt = now + self._rest_s
         return True
 
     def record_success(self) -> None:
@@ -44,4 +44,4 @@ class CircuitBreaker:
         """Record that the store did not answer."""
         self._failed += 1
         if self.is_open:
-            self._next_try = self._clock() + self._rest_s
+            self._next_attempt = self._clock() + self._rest_s

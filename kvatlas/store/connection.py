@@ -65,7 +65,7 @@ class Store:
         self.name = access.name
         self.attributes = access.attributes
         self.marked_s: dict[str, float] = {}
-        """When each function library, by its tag, was last marked as used; by the monotonic clock."""
+        """When each function library was last marked as used, by the monotonic clock."""
         self._nodes: dict[str, RedisConnections] = {}
         """By node of a cluster; a standalone store has one entry with an empty name."""
         self._replica_nodes: dict[str, RedisConnections] = {}

@@ -66,13 +66,19 @@ class LateCalls:
                 if task.done():
                     break
                 await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._keep(task)  # if it has just failed, too, its error is retrieved
+            raise
         finally:
             timer.cancel()
+        try:
             if not task.done():
                 self._keep(task)
-        if not task.done():
-            raise TimeoutError
-        return task.result()
+                raise TimeoutError
+            return task.result()
+        finally:
+            # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
+            del task
 
     def run_behind(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a call that nothing waits for. It handles what the store raises."""

@@ -12,14 +12,13 @@ from kvatlas.store.deadline import CALLS_A_DECISION, STORE_FAILURES
 
 EVERY_S = 1.0
 RECENT = 5
-LEAST_S = 1e-6
 
 
 class StoreDistance:
     """The shortest of the last RECENT round trips: it waited least for a busy machine. One quick answer shows that the store is
     near, only RECENT slow ones that it is far. Measured with its own calls, because those of a choice include the store's
     computing; and without the time that this event loop takes to read what has arrived, because a busy router would take any
-    store for a far one."""
+    store for a far one. If the loop took longer than the answer, nothing is known of the store."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
         """`store=None`: there is no store, so nothing is far."""
@@ -39,7 +38,8 @@ class StoreDistance:
     @property
     def round_trip_s(self) -> float:
         """The round trip in seconds; 0 until it is known."""
-        return min(self._recent) if len(self._recent) == RECENT else 0.0
+        known = [seconds for seconds in self._recent if seconds > 0.0]
+        return min(known) if known and len(self._recent) == RECENT else 0.0
 
     def is_far(self, deadline_ms: float | None) -> bool:
         """True if the calls of a decision, one after another, would take longer than it may wait. Always False without a
@@ -47,23 +47,26 @@ class StoreDistance:
         return deadline_ms is not None and CALLS_A_DECISION * self.round_trip_s * 1_000 > deadline_ms
 
     def record(self, seconds: float) -> None:
-        """Record the duration of a round trip."""
+        """Record the duration of a round trip. 0 or less: it was shorter than the loop's own time."""
         self._recent.append(seconds)
 
     async def _run(self) -> None:
         assert self._store is not None
         while self._task.running:
-            turn = asyncio.create_task(_turn_s())
-            began = time.monotonic()
             try:
-                await store_time_us(self._store)
-                # an answer may just have missed a turn of the loop
-                self.record(max(LEAST_S, time.monotonic() - began - 2 * await turn))
-            except STORE_FAILURES:
-                # a store that is down is not far: choices find that out themselves
+                answer_s, turn_s = await asyncio.gather(_answer_s(self._store), _turn_s())
+                self.record(answer_s - 2 * turn_s)  # an answer may just have missed a turn of the loop
+            except (*STORE_FAILURES, OSError):
+                # a store that is down is not far: choices find that out themselves; nor is one if no descriptor is left here
                 await asyncio.sleep(self._every_s)
             if len(self._recent) == RECENT:
                 await asyncio.sleep(self._every_s)
+
+
+async def _answer_s(store: Store) -> float:
+    began = time.monotonic()
+    await store_time_us(store)
+    return time.monotonic() - began
 
 
 async def _turn_s() -> float:

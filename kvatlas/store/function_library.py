@@ -147,12 +147,12 @@ class FunctionLibrary:
         await store.load_functions(self.code)
 
     async def prepare(self, store: Store) -> None:
-        """Do before the first call what would make it late: read the code, load it if the server has none, and mark it as used.
-        If the store fails, the first call does it and reports that."""
+        """Do in advance what would make the first call late: read the code, load it if the server has none, and mark it as
+        used. If the store fails, the first call does it and reports that."""
         try:
             await self._mark(store)
         except (Unreachable, RedisError):
-            del store.marked_s[self._tag]
+            del store.marked_s[self.name]
 
     async def call(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         return await self._call("FCALL", store, store.fcall, function, keys, args)
@@ -184,7 +184,7 @@ class FunctionLibrary:
         with store_span(operation, function, store.attributes, together):
             began = perf_counter()
             try:
-                if monotonic() >= store.marked_s.get(self._tag, -MARK_EVERY_S) + MARK_EVERY_S:
+                if monotonic() >= store.marked_s.get(self.name, -MARK_EVERY_S) + MARK_EVERY_S:
                     await self._mark(store)
                 return await self._call_or_load(store, call, function, *what)
             except Exception as error:
@@ -194,7 +194,7 @@ class FunctionLibrary:
                 _durations.add((operation, function, failure), perf_counter() - began, sampled_context())
 
     async def _mark(self, store: Store) -> None:
-        store.marked_s[self._tag] = monotonic()
+        store.marked_s[self.name] = monotonic()
         try:
             await self._call_or_load(store, store.fcall, f"{self.family}_mark", [mark_key(self.name)], [USED_FOR_S])
         except NoPermissionError as error:

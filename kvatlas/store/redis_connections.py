@@ -54,8 +54,13 @@ class RedisConnections:
             answers = await (self._choose() or await self._connected()).send(packed, len(commands))
         for answer in answers:
             if isinstance(answer, RedisError):
-                raise answer
-        return answers
+                break
+        else:
+            return answers
+        try:
+            raise answer
+        finally:
+            del answers, answer  # an error's traceback has this frame: a cycle, which would keep the callers' requests
 
     def renew(self) -> None:
         """Open new connections for future calls; the current ones close once their calls are answered."""

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
+from kvatlas.ejection.store import ejections_key
 from kvatlas.fleet_store.allowances import allowance_key
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.index.redis.keys import LAYOUT
-from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.predictions.usage_counts import usage_keys
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
@@ -30,6 +30,8 @@ _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
 """Reads whose duration depends only on the length of the command."""
 _SERVER = ("config|get", "function|list", "info", "role")
 """Commands that only `doctor` and the indexers' checks need. `config|get` shows passwords in the server's configuration."""
+_OF_TENANTS = ("zadd", "zcard", "zrangebyscore", "zrem")
+"""Commands that keep the list of tenants whose objects engines keep."""
 _LIBRARIES = ("function|delete", "function|load")
 _WHOLE_INDEX = ("hgetall", "hscan", "smembers", "smismember")
 _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
@@ -53,7 +55,7 @@ _READS = frozenset(
 def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
     """The rules of each user in ACL file syntax, without the password. `with_replicas`: routers may copy the index."""
     fleet_records = pool_keys(_POOL)[0]
-    booked = [*pool_keys(_POOL)[1:], answers_key(_POOL), outliers_key(_POOL), *usage_keys(_POOL)]
+    booked = [*pool_keys(_POOL)[1:], answers_key(_POOL), ejections_key(_POOL), *usage_keys(_POOL)]
     pool = fleet_records.partition("}")[0] + "}:*"
     everybody = [*_CONNECT, *_CLUSTER, "fcall_ro", "info", "time"]
     whole_index = _WHOLE_INDEX if with_replicas else ()
@@ -81,7 +83,7 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
                 _selector([f"~{key}" for key in booked], _commands(POOL_LIBRARY) - _READS - {"set"}),
                 _selector([f"~{mark_key('*')}"], ["fcall", "set"]),
                 _selector([f"~{allowance_key('*')}"], ["fcall", "hset", "pexpire"]),
-                _selector([f"~{key}" for key in OBJECTS], ["expire", "fcall", "hset", "rename"]),
+                _selector([f"~{OBJECTS}:*"], ["expire", "fcall", "hset", "rename", *_OF_TENANTS]),
             ]
         ),
         "auditor": _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, _WHOLE_INDEX, _SERVER)

@@ -317,7 +317,7 @@ def _judge_served(
     """Judge for each pool whether a request would be served well now."""
     records = fleet.records
     heard = bus.listener.heard if bus is not None else None
-    unusable = {id: "no heartbeat" for id in records if heard is not None and id not in heard}
+    unusable = {id: service_answer.SILENT for id in records if heard is not None and id not in heard}
     for reports in stored.values():
         for one in reports.values():
             unusable |= dict.fromkeys(one.report.stalled, "its engine makes no progress")

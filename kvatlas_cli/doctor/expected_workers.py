@@ -31,8 +31,8 @@ def _worker_id(line: str) -> str:
 
 
 async def list_expected(api: PodLister, selector: str) -> dict[str, str]:
-    """The worker of each pod with these labels that has not ended, with a remark on its phase if it does not run. Raises
-    KvatlasError."""
+    """The worker of each pod with these labels that has not terminated, with a remark on the pod's phase unless it is running.
+    Raises KvatlasError."""
     return dict(_expected_pods(await api.list_objects("v1", "pods", selector)))
 
 

@@ -8,8 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvatlas.fleet.records import EngineState, FleetRecord, Liveness, Role
 from kvatlas_cli.doctor.finding import Finding, Level, join_names
+from router_client.fleet_cache import presume_alive
 
 CHECK = "serving"
+SILENT, LOST = "no heartbeat", "lost (no heartbeat)"
+"""Why a worker that was not heard, or not for some seconds, is left out."""
 
 
 def judge_serving(
@@ -25,13 +28,17 @@ def judge_serving(
     `obstacles`: what keeps the index from answering for any worker. `slow`: what keeps it from answering in time, by pool."""
     for name, records in pools.items():
         engines = {one.endpoint.id: one for one in records if not one.endpoint.is_store}
+        presumed = {id for id, one in presume_alive(engines).items() if one is not engines[id]}
         reasons = {id: why for id, one in engines.items() if (why := unusable.get(id) or why_left_out(one))}
+        reasons = {id: why for id, why in reasons.items() if id not in presumed or why not in (SILENT, LOST)}
         usable = [id for id in engines if id not in reasons]
         if lacking := _missing_kind([engines[id] for id in usable]):
             yield _finding(name, Level.ERROR, f"no, because no {lacking} can take it{_listed(reasons)}")
             continue
         blind = {id: unindexed[id] for id in usable if id in unindexed}
         causes = [*obstacles]
+        if silent := presumed.intersection(usable):
+            causes.append(f"no engine's heartbeat arrives: routers use those that were up ({join_names(silent)})")
         if (late := (slow or {}).get(name)) is not None:
             causes.append(late)
         if len(blind) == len(usable):
@@ -62,7 +69,7 @@ def judge_unknown(why: str, *, without_store: bool = False) -> Finding:
 def why_left_out(record: FleetRecord) -> str:
     """Why routers send nothing to a worker, according to its record; empty if they do send."""
     if record.liveness is Liveness.LOST:
-        return "lost (no heartbeat)"
+        return LOST
     return "" if record.state is EngineState.UP else record.state.value
 
 

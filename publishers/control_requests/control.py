@@ -19,7 +19,7 @@ from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.parts import PublisherParts
 
 MAX_SCOPES = 1_000
-"""A reply with more would not fit into a message of the bus."""
+"""More would not fit into one message of the bus."""
 
 
 class ControlResponder(Responder):
@@ -58,7 +58,7 @@ class ControlResponder(Responder):
         return self._make_reply(ok=False, note=str(error))
 
     def _request_snapshot(self, request: ControlRequest, headers: Mapping[str, str] | None) -> ControlReply:
-        """Begin a new incarnation above the one that is in doubt. `headers`: have the request's trace context.
+        """Begin a new incarnation above the one that is in doubt. `headers`: carry the request's trace context.
 
         Raises InvalidValue for an impossible `above`.
         """

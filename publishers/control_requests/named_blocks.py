@@ -1,6 +1,6 @@
 """Looks up the blocks of an engine hash, and the engine hashes of a block, for requests about single blocks.
 
-A lookup by block searches the whole ledger. No batch passes through this module.
+A lookup by block searches the whole ledger. Batches don't pass through this module.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
 
 
 def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[int]) -> list[int]:
-    """The engine's own hashes of a chain's first blocks, up to the first that it does not hold, or whose hash is no number."""
+    """The engine's own hashes of a chain's first blocks, up to the first that it does not hold, or whose hash is not a
+    number."""
     chain = pack_hashes(sequence_hashes)
     first = chain[:HASH_BYTES]
     roots = (one.roots.get(first) for one in lineage.namespaces.values() if one.scope_id == scope_id)
@@ -70,7 +71,7 @@ def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[in
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """How many leading hashes are equal: if two are, so are all before them."""
+    """Number of equal leading hashes. If two hashes are equal, so are all before them."""
     low, high = 0, min(len(one), len(other)) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -13,7 +13,8 @@ from kvatlas_publishers.parts import PublisherParts
 
 
 class Responder(ABC):
-    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded leaves the answers to the other."""
+    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded leaves answering to the other
+    one."""
 
     def __init__(self, parts: PublisherParts, subject: str) -> None:
         self._parts = parts

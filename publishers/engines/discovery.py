@@ -171,8 +171,8 @@ def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> Engi
 
 
 def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOffer:
-    """The offer in SGLang's server info: its command-line arguments and, since 0.5.22 with `--grpc-port`, the sockets of this
-    node's ranks."""
+    """What an SGLang engine offers, from its server info: its command-line arguments and, since 0.5.22 with `--grpc-port`, the
+    sockets of this node's ranks."""
     try:
         config = json.loads(info.get("kv_events_config") or "{}")
     except (ValueError, TypeError, RecursionError):
@@ -279,7 +279,7 @@ async def _list_models(client: httpx.AsyncClient, url: str) -> Sequence[Mapping[
 
 
 async def _refuse_own_server(client: httpx.AsyncClient, url: str) -> None:
-    """Raise Unreachable if a server of kvatlas answers there: the cache behind it is not one engine's."""
+    """Raise Unreachable if a kvatlas server answers there, because it may stand for several engines."""
     shown = await _get_json(client, "/version")
     server = str(shown.get("server")) if isinstance(shown, Mapping) else ""
     if server.startswith("kvatlas "):

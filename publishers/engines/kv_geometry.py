@@ -41,7 +41,7 @@ def token_bytes_of(config: Any, dtype: str = "auto") -> int:
     """Bytes per token from a parsed configuration; a multimodal model's text model counts. Raises InvalidValue, naming the
     field."""
     if not isinstance(config, dict):
-        raise InvalidValue("no JSON object; expected a model's configuration")
+        raise InvalidValue("not a JSON object; expected a model's configuration")
     nested = (
         config[name] for name in ("text_config", "llm_config", "language_config") if isinstance(config.get(name), dict)
     )

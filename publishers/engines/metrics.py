@@ -22,7 +22,7 @@ _PROCESS_START = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
 _CONFIG = "vllm:cache_config_info"
 MAX_SAMPLES = 10_000
-"""Limit for the samples of the metrics read here."""
+"""Maximum number of samples to read of these metrics."""
 MAX_START_S = MAX_NUMBER // 1_000_000
 _SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
 
@@ -100,8 +100,8 @@ def has_metrics(kind: EngineKind) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Facts that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if `block_bytes` is
-    unknown. `host_block_bytes`: bytes per block in the host's memory, if they are others."""
+    """Facts that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if `block_bytes` is unknown.
+    `host_block_bytes`: bytes per block in the host's memory, if different."""
 
     worker_id: str
     kind: EngineKind

@@ -7,7 +7,7 @@ the store received and evicted.
 
 Decisions that the wire leaves open:
 - `seq_hashes` are rolling sequence hashes like ours (XXH3-64). The master takes them from object keys that consist of one
-  number. Other keys (an engine's own hashes) can't be matched to a prompt; such an event is skipped by name.
+  number. Other keys (an engine's own hashes) can't be matched to a prompt; such an event is skipped and reported.
 - The master knows neither parents nor tokens, so its stored blocks are additional copies of known ones. It has no replay.
 - The loss of one of several replicas is not reported, so a removal means that the whole store lost the object.
 """

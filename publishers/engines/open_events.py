@@ -177,7 +177,7 @@ def _stored(stored: BlockStored, batch: BatchFields) -> EngineStored:
 
 
 def _engine_hash(told: int | str) -> EngineHash:
-    """A block's one name, whatever form its hash has."""
+    """The single name of a block, whatever the form of its hash."""
     if isinstance(told, int):
         return told & MAX_HASH
     return int(told, 16) if len(told) == 16 and _HEX_DIGITS.issuperset(told) else told.encode()

@@ -30,10 +30,10 @@ def decode(
 ) -> EngineBatch:
     """Decode a batch; `event_of(tag, fields)` makes its events. `fields`: for each tag, the order of its fields in an array.
 
-    An event with an unknown tag, or refused by `event_of` with InvalidValue, is skipped by name. It may have removed blocks,
-    unless it stores blocks or names an unknown tier (whose blocks are never published). So the hashes it names are dropped. If
-    it names none, a known tag makes the batch `lost` up to there, and an unknown tag sets `unknown_at` there. Raises
-    EngineEventError if the payload is not a batch.
+    An event with an unknown tag, or refused by `event_of` with InvalidValue, is skipped and reported. It may have removed
+    blocks, unless it stores blocks or names an unknown tier (whose blocks are never published). So the hashes it names are
+    dropped. If it names none, a known tag makes the batch `lost` up to there, and an unknown tag sets `unknown_at` there.
+    Raises EngineEventError if the payload is not a batch.
     """
     try:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)

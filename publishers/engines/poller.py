@@ -32,7 +32,7 @@ MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Consecutive unanswered polls before a busy engine counts as down. Two are enough if it refuses connections."""
 FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
-"""Consecutive unanswered polls before its address is suspected: later than the feed notices that the process is gone."""
+"""Consecutive unanswered polls before its address is suspected. By then the feed has noticed if the process is gone."""
 _HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
 _ADDRESS_CURE = "see the engine's log; if it runs, set --engine-url to its HTTP address"
 
@@ -149,7 +149,7 @@ class EnginePoller:
             await self._ask_server_info(client)
         if status == 200:
             self._record_metrics(page.decode(errors="replace"))
-        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none for us
+        elif status != 404:  # SGLang has the page only with --enable-metrics, TensorRT-LLM none that we can use
             self._counters.load_failures += 1
         # vLLM may have reloaded an adapter from another path
         if self._context.kind is EngineKind.VLLM or not self._models_listed:

@@ -5,7 +5,7 @@ Decisions that the wire leaves open:
   events of the group said.
 - With EAGLE, a block's hash may cover tokens after the block (0.33, `lookahead_token_ids`): then a hit drops no block.
 - `locality` REMOTE (0.26 and later) means that the copy is not in this worker's own memory. GPU then becomes remote_hbm; FS,
-  OBJ and STORAGE are shared storage, so object_store. CPU of another host has no tier here and is skipped by name.
+  OBJ and STORAGE are shared storage, so object_store. CPU of another host has no tier here, so it is skipped and reported.
 - Events of tiers other than the device's come from a KV connector (offloading, Mooncake, LMCache). They have tokens, but
   neither salt nor extra keys, although the hash covers both.
 - Removals are reported for GPU and CPU, and by tiers that name themselves in `ownership`. The tier of a file system or object

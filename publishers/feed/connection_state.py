@@ -81,7 +81,7 @@ class ConnectionState:
         self._restart_due = True
 
     def request_probe(self) -> None:
-        """Request a replay as soon as no message waits."""
+        """Request a replay once no message is waiting."""
         self._probe_due = True
 
     # ---------------------------------------------------------------- what follows

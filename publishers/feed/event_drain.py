@@ -8,8 +8,8 @@ There is no replay: events of a lost answer, or taken by another reader, are gon
     anything else         start over: drop all known blocks, and continue from this record
     no answer             start over: returned events may be lost, or the engine was restarted
 
-Dropping all known blocks is safe; keeping a block whose removal was lost is not. Each time costs the index a new incarnation,
-so it is rationed, as for undecodable payloads: two readers of one engine take each other's events all the time.
+Dropping all known blocks is safe; keeping a block whose removal was lost is not. Each drop costs the index a new incarnation,
+so drops are rationed, as for undecodable payloads: two readers of one engine take each other's events all the time.
 """
 
 import logging
@@ -41,7 +41,7 @@ ANSWER_S = 30.0
 SUSPICIOUS_GAPS = 3
 """From this many gaps on, another reader is the likely cause."""
 FOREIGN_RUNS = 8
-"""Diagnose the hashes from this many stored runs whose hashes don't match their tokens, if none match."""
+"""The hash algorithm is diagnosed once this many stored runs don't match their tokens and none do."""
 
 log = logging.getLogger("kvatlas.publisher")
 

@@ -54,7 +54,7 @@ class OpenBatches:
         return replace(batch, skipped=[*batch.skipped, *self.record(batch)])
 
     def forget(self) -> None:
-        """Forget the source's state: it starts again, maybe as another engine process, and its numbers may start anywhere."""
+        """Forget the source's state: it starts again, perhaps as another engine process, and its numbers may start anywhere."""
         self._continuity.forget()
         self._engine_id = self._settings.engine_id
         self._publisher.undrain()

@@ -350,7 +350,7 @@ class Feed:
     # ---------------------------------------------------------------- settings that look wrong
 
     def _subscribe_to_all(self, wanted: bool) -> None:
-        """Also receive other topics until a message of ours arrives. Otherwise a wrong topic would go unnoticed."""
+        """Also receive other topics until a message under ours arrives. Otherwise a wrong topic would go unnoticed."""
         if self._topic and wanted is not self._all_topics:
             self._all_topics = wanted
             self._socket.setsockopt(zmq.SUBSCRIBE if wanted else zmq.UNSUBSCRIBE, b"")

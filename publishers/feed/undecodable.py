@@ -8,7 +8,7 @@ An undecodable or oversized payload may have been a removal. Claiming too little
 So all known blocks are dropped, and the worker starts again, empty. For a single unreadable event, only the blocks it names are
 dropped; a removal that names none drops everything. An event of an unknown kind that names no blocks drops everything only with
 `--distrust-poison`: otherwise an engine with a new kind of event would hardly ever publish. Each drop costs the index a new
-incarnation, so it is rationed: an engine that keeps doing it is ignored for a while, and the worker claims nothing.
+incarnation, so drops are rationed: an engine that keeps causing them is ignored for a while, and the worker claims nothing.
 """
 
 from collections import deque

@@ -18,7 +18,7 @@ class LedgerCounters:
     zero_parent: int = 0
     """Blocks with unknown parent 0, which some engines send for no parent."""
     parents_found: int = 0
-    """Left out at first for their unknown parent, and accepted once it was known."""
+    """Left out at first because their parent was unknown, and accepted once it was known."""
     unindexable: int = 0
     """Blocks with token ids beyond 32 bits or too few tokens, or with an adapter or salt that a scope can't have."""
     other_block_size: int = 0

@@ -46,7 +46,7 @@ class ReuseOfGroups:
 
 
 class EngineGroups:
-    """See the module. `told`: the reported groups, by index."""
+    """See the module docstring. `told`: the reported groups, by index."""
 
     def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
@@ -114,7 +114,7 @@ class EngineGroups:
         return told is not None and told.kind.is_full
 
     def is_resident(self, group: int, block_size: int | None) -> bool:
-        """True if the group's blocks are published, in blocks of this many tokens: full attention, except larger blocks."""
+        """True if the group's blocks are published: those of full attention, unless they are larger than this many tokens."""
         told = self.told.get(group)
         return self.is_full(group) and (told is None or block_size is None or told.block_size <= block_size)
 

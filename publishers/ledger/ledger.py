@@ -21,7 +21,7 @@ The following blocks are left out and counted. Their references are kept, so tha
   keys at all.
 A block that was left out is accepted if the engine stores it again in a form that can be resolved.
 
-In doubt the ledger under-reports: a count never exceeds the engine's own.
+If in doubt, the ledger under-reports: a count never exceeds the engine's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 REMEMBERED_EVICTIONS = 65_536
 """Limit of engine hashes remembered after their last copy is gone (about 400 bytes each); never more than were held at once."""
 LEAST_REMEMBERED = 1_024
-"""Engine hashes remembered at least, even if the engine holds fewer."""
+"""Minimum number of engine hashes to remember, even if the engine holds fewer."""
 
 
 class Ledger:
@@ -82,7 +82,7 @@ class Ledger:
         self._begin_empty()
 
     def empty(self) -> None:
-        """Forget everything. This makes no events: the caller starts a new incarnation."""
+        """Forget everything, without events: the caller starts a new incarnation."""
         self.lineage.release()
         self._begin_empty()
 

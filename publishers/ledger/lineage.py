@@ -106,7 +106,7 @@ class Lineage:
             self._read_scope(namespace.scope_id)
 
     def read_block_bytes(self) -> None:
-        """Update all scopes' block sizes after a change of what holds for all."""
+        """Update all scopes' block sizes after a change that affects all of them."""
         for scope_id in self.uses:
             self._read_scope(scope_id)
 

@@ -1,4 +1,5 @@
-"""What is published of the blocks that the engine holds: changes of residency become events of usable blocks and of marks."""
+"""Decides what is published of the blocks that the engine holds: changes of residency become events of usable blocks and
+marks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -76,7 +77,7 @@ class Publication:
         return self._with_marks(change, events)
 
     def begin(self) -> None:
-        """Begin with the residency of a saved ledger, which makes no events."""
+        """Begin with the residency of a saved ledger, without events."""
         changed = sorted(self._residency.take_changed(), key=lambda block: block.index)
         change = self._closure.settle(changed)
         self._index_events.make(change, cleared=False)

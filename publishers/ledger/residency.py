@@ -58,8 +58,8 @@ class Residency:
         self._counters = counters
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
-        """Hashes whose block is known only from an offloaded event's tokens. It is another block if the engine has keys for
-        it."""
+        """Hashes whose block is known only from an offloaded event's tokens. If the engine uses keys, it may be another
+        block."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}
@@ -283,7 +283,7 @@ class Residency:
             self.sparse.store(event, holding, counting=True)
 
     def remove(self, event: EngineRemoved) -> None:
-        """Remove one copy of each hash, or all copies if the event is the last one's."""
+        """Remove one copy of each hash, or all copies if the event reports the removal of the last one."""
         hashes, counters = event.hashes, self._counters
         holding = self._by_group.get((event.tier, event.group))
         if event.last and holding is not None:
@@ -409,7 +409,7 @@ class Residency:
         return holding
 
     def enter_tiers(self, name: EngineHash, block: Block) -> None:
-        """Let a newly known hash's block be held wherever the hash is held."""
+        """Count a newly known hash's block as held wherever the hash is held."""
         if self.sparse:
             self.sparse.enter(name, block)
         flags = 0

@@ -143,7 +143,7 @@ class SharedStore:
             publisher.record(EngineBatch(events))
 
     def _tell_block_bytes(self, writer: str, block_bytes: int) -> None:
-        """Set the size that most writers give, which counts unless the store's own settings give one."""
+        """Set the size that most writers give. The store's own settings take precedence."""
         told = self._told_bytes
         if told.get(writer) == block_bytes or (writer not in told and len(told) >= MOST_WRITERS):
             return

@@ -22,7 +22,7 @@ log = logging.getLogger("kvatlas.publisher")
 class EventlessEngine:
     """One such engine rank. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`.
 
-    Engines whose events come without a socket derive from it: `_follow` reads them, `_start_over` drops what they told."""
+    Engines whose events come without a socket derive from it: `_follow` reads them, `_start_over` drops what they reported."""
 
     def __init__(self, settings: PublishSettings) -> None:
         self._settings = PublisherSettings.of(settings)

@@ -35,7 +35,7 @@ class IncarnationReason(StrEnum):
 
 
 class Changelog:
-    """See the module. Nothing is published before the first `require_incarnation`."""
+    """See the module docstring. Nothing is published before the first `require_incarnation`."""
 
     def __init__(
         self,

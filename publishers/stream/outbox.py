@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
 
 
 class Outbox:
-    """See the module. Before the first `begin` there is no incarnation (0)."""
+    """See the module docstring. Before the first `begin` there is no incarnation (0)."""
 
     def __init__(self, worker_id: str, limits: OutboxLimits | None = None, granularity: int = 1) -> None:
         self.worker_id = worker_id

@@ -15,7 +15,7 @@ from kvatlas.reservations import QueueLimits, WaitingRequest
 from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas_router.admission.queue import AdmissionQueue, Wait
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
-from kvatlas_router.outliers.avoidance import Avoidance, EnginesRest
+from kvatlas_router.ejection.avoidance import Avoidance, EnginesRest
 from kvatlas_router.tokens.text_request import TextRequest
 from router_client.pricing.slo import Advice
 from router_client.prompt import Prompt
@@ -27,7 +27,8 @@ class RequestShed(KvatlasError):
     """Every engine would miss the SLO by far. The request is refused and its booking released."""
 
     def __init__(self, retry_after_s: int) -> None:
-        super().__init__("every engine would miss the SLO by far; try again later")
+        line = f"every engine would miss the SLO (the router's latency target) by far; try again in {retry_after_s} s"
+        super().__init__(line)
         self.retry_after_s = retry_after_s
 
 
@@ -71,7 +72,7 @@ class Admission:
 
     @property
     def pool_waiting(self) -> int:
-        """The same for all routers of the pools in which some wait here."""
+        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
         return self._queue.pool_waiting()
 
     async def close(self) -> None:
@@ -128,8 +129,8 @@ class Admission:
         priority: int | None = None,
         weight: float = 1.0,
     ) -> Booked:
-        """`book` for another try of an admitted request, or the rest of its answer. It does not wait again, but its tenant is
-        charged for it while others wait. See `admit`."""
+        """Like `book`, for another attempt of an admitted request, or for the rest of its answer. The request does not wait
+        again, but its tenant is charged for it while others wait. See `admit`."""
         if self._queue.settings.requests:
             waiting = replace(self._waiting(prompt, header, tenant_id, priority, weight), may_wait=False)
             prompt = replace(prompt, waiting=waiting)

@@ -24,16 +24,18 @@ T = TypeVar("T")
 LOOK_S = 0.1
 """Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
 NEAR_LOOK_S = 0.02
-"""The same, if one of its requests may soon have its turn: a freed slot stays idle until its router has looked."""
+"""Interval if one of its requests may soon have its turn: a freed slot stays idle until its router asks."""
 LEAST_LOOK_S = 0.01
-"""The shortest such interval, if requests of this router end."""
+"""Shortest interval, used while requests of this router end."""
 MISSING_LOOKS = 3
-"""A store that has lost some of this router's requests for so many looks gets them again; one that has lost all, at once."""
+"""Number of looks after which requests that the store has lost are sent to it again. If it has lost all of them, they are sent
+at once."""
 
 FORGOTTEN_S = 2.0
-"""Time after which a store that was not asked has dropped what waits here. Without waiting requests, nothing is asked."""
+"""Time without a question after which the store has dropped this router's waiting requests. A router without waiting requests
+does not ask."""
 REST_S = 0.5
-"""Time out of the queue for a request whose router sees only workers that asked for a pause."""
+"""Time that a request stays out of the queue if its router sees only workers that asked for a pause."""
 
 _log = logging.getLogger("kvatlas_router.admission")
 
@@ -65,7 +67,7 @@ class TurnSource(Protocol):
 
 
 Book = Callable[[WaitingRequest, frozenset[str]], Awaitable[T | None]]
-"""Books a worker for a request that may wait, but none of these. None: all workers rest. Raises MustWait and QueueIsFull."""
+"""Books a worker other than these for a request that may wait. None: all workers rest. Raises MustWait and QueueIsFull."""
 
 
 @dataclass(slots=True)
@@ -158,8 +160,8 @@ class AdmissionQueue:
     async def admit(
         self, pool_id: str, request: WaitingRequest, book: Book[T], wait: Wait, wait_s: float | None = None
     ) -> T:
-        """A booking, in turn. `wait`: filled in if it waits. `wait_s`: how long it may wait, if
-        less than in the settings.
+        """Book a worker when it is the request's turn. `wait`: filled in if it waits. `wait_s`: how long it may wait, if less
+        than in the settings.
 
         Raises QueueFull, and what `book` raises.
         """
@@ -181,7 +183,7 @@ class AdmissionQueue:
             line.moved.set()
 
     async def close(self) -> None:
-        """Stop asking. What still waits in the store gives way when its time is over."""
+        """Stop asking. Requests that still wait in the store are dropped when their time is over."""
         tasks = [line.asking for line in self._lines.values() if line.asking is not None]
         await end_tasks(tasks)
 

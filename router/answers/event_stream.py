@@ -33,13 +33,14 @@ _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
 """Members that a choice has before any token."""
-_FINISH = re.compile(rb'"finish_reason"\s*:\s*["{]|"choices"\s*:\s*\[\s*\]')
-"""Matches events that come last before the final event: of a choice's end, or of the usage."""
+_FINISH = rb'"finish_reason"\s*:\s*["{]'
+_FINISHES = re.compile(_FINISH)
+"""Matches the end of a choice."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
-_MARKS = re.compile(rb'"(?:type|error|abort)"|\r')
-"""Names and values of events that are more than a part of an answer: each error, last event and ping has one. Also a carriage
-return, which is another end of a line."""
+_MARKS = re.compile(rb'"(?:type|error|abort)"|\r|' + _FINISH)
+"""Names and values of events that are more than a part of an answer: each error, last event, ping and end of a choice has one.
+Also a carriage return, which is another end of a line."""
 _CHAT_TEXT = b'"content":"'
 """What `_CONTENT` finds in almost all events, found in a third of the time."""
 
@@ -67,10 +68,22 @@ class EventStream:
     not yet its end.
     """
 
-    def __init__(self, *, hide_usage: bool, hold: bool = False, whole: bool = False, counts: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        hide_usage: bool,
+        hold: bool = False,
+        whole: bool = False,
+        counts: bool = False,
+        choices: int = 1,
+        ends_at_error: bool = False,
+    ) -> None:
         """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
-        without a choice the last one."""
+        without a choice the last one. `choices`: how many the request asks for, over all its prompts.
+        `ends_at_error`: nothing behind the error of an answer that has begun passes."""
         self._counts = counts
+        self._choices = choices
+        self._ends_at_error = ends_at_error
         self.usage: Usage | None = None
         self.error: EngineError | None = None
         self.response_id: str | None = None
@@ -88,8 +101,9 @@ class EventStream:
         self._before_bytes = 0
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._last_data = b""
-        self._finished = False
+        self._ended: set[object] = set()
+        """The indices of the choices that have ended."""
+        self._has_last_usage = False
         self._last: list[bytes] | None = None
         """The list that the last event went to; None: it was dropped."""
 
@@ -97,6 +111,8 @@ class EventStream:
         """The bytes to send to the client now; may be empty."""
         if self.events and self.begun and self.error is None and self._passes_plainly(piece):
             return piece
+        if self._is_cut_off:
+            return b""
         at = 0
         if self._parser.ended_in_cr and not self._parser.in_event and piece.startswith(b"\n"):
             at = 1
@@ -106,6 +122,8 @@ class EventStream:
             self._pending.append(piece[at : event.end])
             at = event.end
             self._end_event(event)
+            if self._is_cut_off:
+                return self._take()
         if at < len(piece):
             self._pending.append(piece[at:])
             self._pending_bytes += len(piece) - at
@@ -133,7 +151,6 @@ class EventStream:
         has_text = text_at >= len(_CHAT_TEXT) and piece[text_at] != _QUOTE
         self.parts += has_text or _CONTENT.search(piece) is not None
         self._last = self._out
-        self._last_data = piece
         return True
 
     def _may_count(self, piece: bytes) -> bool:
@@ -142,6 +159,8 @@ class EventStream:
 
     def end(self) -> bytes:
         """The remaining bytes at the end of the stream: held events, and a last event without its empty line."""
+        if self._is_cut_off:
+            return b""
         if (event := self._parser.end()) is not None:
             self._end_event(event)
         if self._hold and self.error is not None and not self.begun:
@@ -153,9 +172,19 @@ class EventStream:
         return self._take()
 
     @property
+    def is_over(self) -> bool:
+        """True if nothing that matters follows: the final event or an error arrived."""
+        return self.done or self.error is not None
+
+    @property
     def finished(self) -> bool:
-        """True if the answer is whole: not every server sends the final event."""
-        return self.done or self._finished or _FINISH.search(self._last_data) is not None
+        """True if the answer is whole: not every server sends the final event, but before it each choice ends, and then comes
+        the usage."""
+        return self.done or self._has_last_usage or len(self._ended) >= self._choices
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._ends_at_error and self.error is not None and self.begun
 
     def _take(self) -> bytes:
         taken = self._out[0] if len(self._out) == 1 else b"".join(self._out)
@@ -223,11 +252,12 @@ class EventStream:
             return False
         if self.error is not None and not self.begun:
             return False  # an error came first: whatever follows is no answer
-        if self.error is None and not event.cut:
+        if self.error is None and not (event.cut or self.done):
             self.error = EngineError.of_event(event.type, data)
             if self.error is not None:
                 return False
-        self._finished = self._finished or _FINISH.search(data[-HEAD_BYTES:]) is not None
+        if _FINISHES.search(data[-HEAD_BYTES:]) is not None:
+            self._ended |= {0} if self._choices == 1 else _ended_choices(data)
         head = data[:HEAD_BYTES]
         if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may have the whole answer once more
             self.done = self.begun = True
@@ -243,6 +273,8 @@ class EventStream:
         answer = _decode(data)
         if (usage := Usage.of(answer)) is not None:
             self.usage = usage
+            if answer.get("choices") == []:
+                self._has_last_usage = True
             return self._hide and not answer.get("choices")
         return False
 
@@ -264,6 +296,18 @@ def _says_something(data: bytes) -> bool:
         if any(value for name, value in said.items() if name not in _SAYS_NOTHING):
             return True
     return False
+
+
+def _ended_choices(data: bytes) -> set[object]:
+    """The indices of the choices that end in this event. An event of SGLang's `/generate` is one choice."""
+    answer = _decode(data)
+    if not isinstance(answer, dict):
+        return set()
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        return {answer.get("index")}
+    ended = (one for one in choices if isinstance(one, dict) and one.get("finish_reason") is not None)
+    return {one.get("index") for one in ended}
 
 
 def _is_of(types: re.Pattern[str], member: re.Pattern[bytes], type: str, data: bytes) -> bool:

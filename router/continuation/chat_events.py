@@ -26,7 +26,7 @@ class ChatEvents:
             self._part = raw
 
     def part(self, raw: bytes, chunk: Chunk, reasoning: str, text: str) -> bytes:
-        """The chat's event made from a completion's, with these parts of the reasoning and of the text."""
+        """Convert a completion's event to the chat's form, with these parts of the reasoning and of the text."""
         if self._part and not reasoning:
             event = edits.with_text(self._part, text)
         else:

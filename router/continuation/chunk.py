@@ -36,8 +36,8 @@ class Chunk:
     other: Why | None = None
 
 
-def read_chunk(data: bytes) -> Chunk:
-    """Read an event's data."""
+def read_chunk(data: bytes, index: int = 0) -> Chunk:
+    """Read an event's data, of the choice with this index."""
     try:
         decoded = decode(data)
     except ValueError:
@@ -49,7 +49,7 @@ def read_chunk(data: bytes) -> Chunk:
     if not choices:
         return Chunk(usage=usage, has_choice=False)
     choice = choices[0]
-    if len(choices) > 1 or not isinstance(choice, dict) or choice.get("index") not in (0, None):
+    if len(choices) > 1 or not isinstance(choice, dict) or choice.get("index") not in (index, None):
         return Chunk(usage=usage, other=Why.CHOICES)
     delta = choice.get("delta")
     said = delta if isinstance(delta, dict) else {}

@@ -12,9 +12,9 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 class Rest:
     """What the next engine has to generate.
 
-    `parts`, `tokens`: how much of the answer it gets. It repeats what the client has beyond that. `lag`: the text of up to this
-    many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a conversation continues as a
-    completion of token ids. `is_known`: it is known whether the next engine's prompt begins with the client's.
+    `parts`, `tokens`: how much of the answer the next engine gets; it generates again what the client has beyond that. `lag`:
+    the text of up to this many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a conversation
+    continues as a completion of token ids. `is_known`: it is known whether the next engine's prompt begins with the client's.
 
     `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
     the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.
@@ -74,7 +74,7 @@ class Cuts:
             return False
         if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
-        if self._thoughts.reasoned and not self._thoughts.keeps and END not in text[:at]:
+        if self._thoughts.reasoned and not self._thoughts.ends.keep and END not in text[:at]:
             behind = text[at : at + 1]
             if not behind or behind.isspace() or behind == END:
                 return False  # white space after it may be missing

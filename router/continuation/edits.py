@@ -22,6 +22,7 @@ _DELTA = re.compile(rb'("delta"\s*:\s*)\{(?:[^{}"]|' + _TEXT + rb")*\}")
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*(null|' + _TEXT + rb")")
 _STOP = re.compile(rb'"stop_reason"\s*:\s*(null|-?\d+|' + _TEXT + rb")")
 _OWN_IDS = re.compile(rb'("token_ids"\s*:\s*)(?:null|\[[\d,\s]*\])')
+_INDEX = re.compile(rb'("choices"\s*:\s*\[\s*\{[^{}\[\]]*?"index"\s*:\s*)\d+')
 _ROLE = re.compile(rb'"role"\s*:\s*"assistant"\s*,\s*')
 
 
@@ -110,6 +111,11 @@ def with_finish_of(raw: bytes, other: bytes) -> bytes:
     if (has := _STOP.search(raw)) is not None:
         return raw[: has.start(1)] + stop[1] + raw[has.end(1) :]
     return raw[:end] + b"," + stop[0] + raw[end:]
+
+
+def with_index(raw: bytes, index: int) -> bytes:
+    """The event with another index of its choice, before the choice's text or delta."""
+    return _INDEX.sub(rb"\g<1>%d" % index, raw, count=1)
 
 
 def without_role(raw: bytes) -> bytes:

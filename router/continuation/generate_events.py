@@ -27,11 +27,11 @@ class GenerateEvents:
         """The ids that the client has, if another engine repeats them before `whole` is known."""
         self._held = False
         self._ids, self._text = array("q"), ""
-        """Those of the answer that the current engine has in its prompt."""
+        """The ids of the answer's part that is in the current engine's prompt."""
         self._of_tokens: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> Chunk:
-        """Read the next event of an engine. Raises CannotContinue if what the client lacks of it is not known."""
+        """Read the next event of an engine. Raises CannotContinue if it is unknown which part of it the client lacks."""
         try:
             decoded = decode(data)
         except ValueError:

@@ -1,6 +1,6 @@
-"""Streams of Anthropic's Messages API. Neither vLLM 0.33 nor SGLang 0.5.23 takes a partial last message there, but both make a
-chat of each request, and chats can be continued: so the rest is requested as that chat, and its events become those of a
-message."""
+"""Streams of Anthropic's Messages API. Neither vLLM 0.33 nor SGLang 0.5.23 takes a partial last message there, but both convert
+each request to a chat, and chats can be continued. So the rest is requested as that chat, and its events are converted to those
+of a message."""
 
 from collections.abc import Mapping
 from typing import Any

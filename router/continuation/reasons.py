@@ -5,9 +5,12 @@ from enum import StrEnum
 from kvatlas.errors import KvatlasError
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
+MOST_CHOICES = 8
+"""Each choice of an answer may need another request."""
+
 
 class ContinueMode(StrEnum):
-    """Whose streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
+    """Which requests' streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
 
     OFF = "off"
     DETERMINISTIC = "deterministic"
@@ -18,7 +21,7 @@ class Why(StrEnum):
     """Why an answer was not continued."""
 
     SAMPLED = "sampled"  # neither temperature 0 nor a seed
-    CHOICES = "choices"  # several choices or prompts
+    CHOICES = "choices"  # several prompts, or too many choices
     BEAMS = "beams"
     ECHO = "echo"
     GUIDED = "guided"  # the grammar's state is lost
@@ -34,7 +37,7 @@ class Why(StrEnum):
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently
     SAME_TOKEN = "same_token"  # noqa: S105 - a second engine died at the same token
     REFUSED = "refused"  # no engine took the request for the rest
-    NO_WORKER = "no_worker"  # none left, or no try left
+    NO_WORKER = "no_worker"  # none left, or no attempt left
 
 
 class CannotContinue(KvatlasError):
@@ -80,7 +83,7 @@ def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
     deterministic = is_deterministic(text)
     if mode is ContinueMode.DETERMINISTIC and not deterministic:
         return Why.SAMPLED
-    if text.choices > 1 or text.prompts > 1:
+    if text.prompts > 1 or text.choices > (MOST_CHOICES if text.api in (Api.CHAT, Api.COMPLETIONS) else 1):
         return Why.CHOICES
     if body.get("use_beam_search") or any(_is_more(body.get(name)) for name in ("best_of", "beam_width")):
         return Why.BEAMS

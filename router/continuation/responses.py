@@ -17,7 +17,7 @@ _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
 _SILENT = ("response.in_progress", "response.queued")
 _PART = "response.content_part.added"
 _DONE = ("response.output_text.done", "response.reasoning_text.done", "response.content_part.done")
-"""What ends an item before its own event: one for its text, one for its part."""
+"""Events that precede the one that ends an item: one for its text, one for its part."""
 _ENDS = ("response.completed", "response.incomplete")
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.cuts import Cuts, Rest
 from kvatlas_router.continuation.generate_events import GenerateEvents
@@ -16,12 +17,12 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""How an answer with reasoning begins if its engine does not parse that; templates change or drop it."""
+"""How an answer with reasoning begins if its engine does not parse reasoning; templates change or drop it."""
 
 
 class RestBuilder:
     """Finds the rest, and builds its requests, from what the seam reads while events arrive. `prompt_ids`: the prompt's token
-    ids; empty unless the engine gave them for a chat."""
+    ids; empty unless the engine gave them for a chat. `index`: of the choice."""
 
     def __init__(
         self,
@@ -31,6 +32,8 @@ class RestBuilder:
         prompt_ids: Sequence[int],
         chat_events: ChatEvents | None,
         generate: GenerateEvents | None,
+        *,
+        index: int = 0,
     ) -> None:
         self.text = text
         self.prompt_ids = prompt_ids
@@ -44,10 +47,17 @@ class RestBuilder:
         self._generate = generate
         self._asks_as_chat = text.api in (Api.MESSAGES, Api.RESPONSES)
         self._with_ids = has_ids(text)
+        self._body = text.body
+        self._index = index
 
-    def of_engines(self, kind: EngineKind, model_id: str) -> None:
-        """Set the engines' kind and model, which decide how they read a conversation."""
-        self.text = self.text.of_engines(kind, model_id, self.text.tenant_id)
+    def of_engines(self, kind: EngineKind, scope: Scope) -> None:
+        """Set the engines' kind and model, which decide how they read a conversation. In vLLM a choice's seed has its index
+        added."""
+        seed = self._body.get("seed")
+        body = self._body
+        if kind is EngineKind.VLLM and isinstance(seed, int) and not isinstance(seed, bool):
+            body = {**body, "seed": seed + self._index}
+        self.text = TextRequest(self.text.api, body, kind, scope)
 
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
         """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:
@@ -64,8 +74,9 @@ class RestBuilder:
         reasoned = self._thoughts.reasoned and not (by_ids and END_OF_REASONING in text[:at])
         if by_ids:
             return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
-        longest = max(map(len, self.stops), default=1)
-        lag = None if self._asks_as_chat else min(longest - 1, tokens)
+        # an event of several tokens may end within a letter, or with the token that ends the answer
+        held = max(tokens - sent.end_of(kept - 1).tokens if kept else 1, *map(len, self.stops), 1)
+        lag = None if self._asks_as_chat else min(held - 1, tokens)
         return Rest(kept, tokens, lag, reasoned=reasoned)
 
     def asks(self, rest: Rest) -> Api:
@@ -97,8 +108,13 @@ class RestBuilder:
         """True if this number of tokens, counted in the answer's text, may be right: parsers remove white space after
         reasoning."""
         if rest.lag is None:
-            return self._is_inside(rest) or self._thoughts.keeps
+            return self._is_inside(rest) or self._thoughts.ends.keep is True
         return abs(rest.tokens - tokens) <= rest.lag
+
+    def knows_end(self, rest: Rest) -> bool:
+        """False if the client must get the end of its reasoning from the next engine's tokens, and it is not known what its
+        parser does with white space there."""
+        return self._thoughts.ends.keep is not None or (rest.parts > 0 and not rest.inside)
 
     def _is_inside(self, rest: Rest) -> bool:
         return self._thoughts.reasoned and END_OF_REASONING not in self.text_of(rest)

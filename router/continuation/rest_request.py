@@ -14,9 +14,9 @@ from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of vLLM's and SGLang's completions without `max_tokens`."""
+"""Limit of vLLM's and SGLang's completions without `max_tokens`."""
 DEFAULT_GENERATE_TOKENS = 128
-"""Of SGLang's `/generate` without `max_new_tokens`."""
+"""Limit of SGLang's `/generate` without `max_new_tokens`."""
 MOST_PROMPT_IDS = 1 << 15
 """Engines return the prompt's ids too, in one event. Longer chats are continued as text; answers to longer prompts of ids are
 repeated from their beginning."""

@@ -4,47 +4,52 @@ from array import array
 from dataclasses import replace
 
 from kvatlas.fleet.records import EngineKind
-from kvatlas_router.answers.engine_errors import EngineError
-from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser
+from kvatlas_router.answers.event_parser import Event
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.chunk import Chunk, read_chunk
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
+from kvatlas_router.continuation.joined_events import JoinedEvents
 from kvatlas_router.continuation.messages import MessageEvents
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_builder import RestBuilder
 from kvatlas_router.continuation.sent_answer import SentAnswer
 from kvatlas_router.continuation.thoughts import END as END_OF_REASONING
-from kvatlas_router.continuation.thoughts import Thoughts
+from kvatlas_router.continuation.thoughts import ThoughtEnds, Thoughts
 from kvatlas_router.continuation.usage import WholeUsage, count
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 MOST_LETTERS = 1 << 20
 """A longer answer is not kept, and can't be continued."""
-MOST_WITHHELD_BYTES = 1 << 16
 DONE = b"data: [DONE]\n\n"
-_ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
-"""An event without a type has one of these if it is an error."""
-_BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
-class Seam:
+class Seam(JoinedEvents):
     """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
     events come from another engine, and `feed` rewrites them as the first engine's.
 
-    `builder`: the request for the rest. `why`: the reason if the answer can't continue. `error`: the engine's error,
-    which ends its answer; `withheld`: the events with it, which the client did not get. `events`: the number of events
-    with data that the client got. `ended`: the answer is complete. `usage`: of the whole answer. `missing_end`: events
-    that the client still needs.
+    `identity`: of the first engine's stream. `builder`: the request for the rest. `why`: the reason if the answer can't
+    continue. `ended`: the answer is complete. `usage`: of the whole answer. `missing_end`: events that the client still needs.
     """
 
-    def __init__(self, text: TextRequest) -> None:
-        self.error: EngineError | None = None
-        self.withheld = b""
-        self.events = 0
+    awaits_choice = False
+    """See `ChoiceSeams`."""
+
+    def __init__(
+        self,
+        text: TextRequest,
+        ends: ThoughtEnds | None = None,
+        *,
+        index: int = 0,
+        prompt_ids: "array[int] | None" = None,
+    ) -> None:
+        """`ends`: its pool's. `index`: the choice that the client's events have. `prompt_ids`: what all choices of an answer
+        share, and its first event shows."""
+        super().__init__()
+        self._index = index
         self.ended = False
         self.why: Why | None = None
         self.usage = WholeUsage()
@@ -55,14 +60,13 @@ class Seam:
         options = text.body.get("stream_options")
         self._shows_usage = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
         self._hides_ids = text.api not in (Api.TOKENS, Api.GENERATE) and text.body.get("return_token_ids") is not True
-        self._parser = EventParser()
-        self._identity: dict[str, bytes] = {}
+        self.identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
-        self._prompt_ids = array("q")
+        self._prompt_ids = array("q") if prompt_ids is None else prompt_ids
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
-        self._thoughts = Thoughts()
+        self._thoughts = Thoughts(ends or ThoughtEnds())
         self.builder = RestBuilder(
-            text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate
+            text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate, index=index
         )
         self._resumed = self._speaks = self._by_ids = False
         self._misfit = Why.TEMPLATE
@@ -76,66 +80,46 @@ class Seam:
         """The client's progress; it stays equal only while nothing new arrives."""
         return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
 
+    @property
+    def is_finished(self) -> bool:
+        """True if the client has the finish reason."""
+        return self._finished
+
     # ------------------------------------------------------------ events
 
-    def feed(self, passed: bytes) -> bytes:
-        """The client's bytes for whole events. Raises CannotContinue if the events don't follow what the client has."""
-        if not self._parser.in_event and not self._parser.ended_in_cr and _is_plain(passed):
-            return self._pass(Event("", passed[6:-2], False, len(passed)), passed)
-        out: list[bytes] = []
-        at = 0
-        for event in self._parser.feed(passed):
-            out.append(self._pass(event, passed[at : event.end]))
-            at = event.end
-        if at < len(passed):
-            self._give_up(Why.LONG)  # only an event without end passes in parts
-            out.append(passed[at:])
-        return b"".join(out)
-
-    def end(self, rest: bytes) -> bytes:
-        """Like `feed`, for the end of an engine's stream, whose last event may lack its empty line."""
-        if rest and not rest.endswith(_BLANK):
-            rest += b"\n" if rest.endswith((b"\n", b"\r")) else b"\n\n"
-        return self.feed(rest)
-
-    def _pass(self, event: Event, raw: bytes) -> bytes:
-        if event.data is None:
-            return raw
-        if self.error is None and not event.cut and (event.type or any(mark in event.data for mark in _ERROR_MARKS)):
-            self.error = EngineError.of_event(event.type, event.data)
-        if self.error is not None:
-            if len(self.withheld) < MOST_WITHHELD_BYTES:
-                self.withheld += raw
-            return b""
-        if event.data.strip() == b"[DONE]":
+    def _take(self, event: Event, data: bytes, raw: bytes) -> bytes:
+        if data.strip() == b"[DONE]":
             self.ended = True
-            raw = raw if self._form is None else self._form.end
-        elif event.cut:
-            self._give_up(Why.LONG)
+            return raw if self._form is None else self._form.end
+        if event.cut:
+            self.give_up(Why.LONG)
         elif self._resumed:
-            raw = self._follow(raw, self._read(event.data))
+            raw = self._follow(raw, self._read(data))
+            return edits.with_index(raw, self._index) if self._index else raw
         elif self._form is None:
-            raw = self._begin(raw, self._read(event.data))
+            return self._begin(raw, self._read(data))
         else:
             if (chunk := self._form.read(event, raw)) is not None:
                 raw = self._begin(raw, chunk)
             self.ended = self.ended or self._form.is_end(event)
-        self.events += bool(raw)
         return raw
 
     def _read(self, data: bytes) -> Chunk:
-        return read_chunk(data) if self._generate is None else self._generate.read(data)
+        if self._generate is not None:
+            return self._generate.read(data)
+        return read_chunk(data, 0 if self._resumed else self._index)
 
     def _begin(self, raw: bytes, chunk: Chunk) -> bytes:
         """An event of the first engine's answer."""
-        self._identity = self._identity or edits.identity_of(raw)
+        self.identity = self.identity or edits.identity_of(raw)
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=True)
         if self._chat_events is not None:
             self._chat_events.learn(raw, chunk)
-            self._prompt_ids.extend(chunk.prompt_ids or ())
+            if not self._prompt_ids:  # engines may repeat them for each choice
+                self._prompt_ids.extend(chunk.prompt_ids or ())
         if chunk.other is not None:
-            self._give_up(chunk.other)
+            self.give_up(chunk.other)
         if chunk.reasoning or self._thoughts.thinks:
             chunk = self._join(chunk)
             if chunk.reasoning and chunk.usage is not None:
@@ -149,7 +133,7 @@ class Seam:
         try:
             return replace(chunk, text=self._thoughts.join(chunk.reasoning, chunk.text))
         except CannotContinue as cannot:
-            self._give_up(cannot.why or Why.REASONING)
+            self.give_up(cannot.why or Why.REASONING)
             return chunk
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
@@ -158,8 +142,9 @@ class Seam:
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
-        if chunk.opens:
-            return b""
+        if chunk.opens:  # a choice of which the client has nothing yet
+            raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
+            return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
             self._form.finish(chunk)
         if not chunk.has_choice:
@@ -169,7 +154,7 @@ class Seam:
             if self._form is not None:
                 self.usage.cap(self.builder.cuts.most)
                 return self._form.usage(self.usage.sum(chunk.usage or {}))
-            return self._shown(edits.with_identity(raw, self._identity), chunk)
+            return self._shown(edits.with_identity(raw, self.identity), chunk)
         sent = self._sent
         if self._thoughts.markers is not None:
             chunk = self._parse(chunk)
@@ -180,7 +165,7 @@ class Seam:
         if chunk.other is not None:
             if sent.ahead or self._finished:
                 raise CannotContinue(Why.DIVERGED)
-            self._give_up(chunk.other)
+            self.give_up(chunk.other)
         has_it, rest = self._finished, chunk.text
         if sent.silent and not sent.ahead and not chunk.text and (chunk.finish is None or has_it):
             sent.silent -= 1
@@ -210,7 +195,7 @@ class Seam:
                 return b""
             return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
         self._thoughts.write(rest)
-        raw = edits.without_role(edits.with_identity(raw, self._identity))
+        raw = edits.without_role(edits.with_identity(raw, self.identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
 
@@ -284,7 +269,7 @@ class Seam:
             del self._prompt_ids[:]
         sent.add(chunk.text, tokens, chunk.ids or (), last=chunk.finish is not None)
         if sent.letters > MOST_LETTERS:
-            self._give_up(Why.LONG)
+            self.give_up(Why.LONG)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
         """The event without what only the router asked for, and with the whole answer's usage."""
@@ -331,10 +316,10 @@ class Seam:
         if self._generate is not None:
             self._generate.resume(sent.ids, sent.text_of(rest.parts))
         self._resumed, self._speaks = True, False
-        self._parser = EventParser()
-        self.error, self.withheld = None, b""
+        self.begin_again()
 
-    def _give_up(self, why: Why) -> None:
+    def give_up(self, why: Why) -> None:
+        """Record why the answer can't continue, and forget it."""
         self.why = self.why or why
         self._sent.clear()
 
@@ -346,10 +331,3 @@ def _form_of(api: Api) -> EventForm | None:
         case Api.RESPONSES:
             return ResponseEvents()
     return None
-
-
-def _is_plain(passed: bytes) -> bool:
-    """True if it is one event with nothing but a JSON text, as almost all are. A parser takes several times as long."""
-    if not (passed.startswith(b"data: {") and passed.endswith(b"}\n\n")):
-        return False
-    return passed.count(b"\n") == 2 and b"\r" not in passed and len(passed) < MOST_DATA_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_PARTS = 256
-"""Older ones are kept as one: the seam is rarely far from the end."""
+"""Older parts are merged into one, because the seam is rarely far from the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,23 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
     return () if model_id is None or any(name in model_id.lower() for name in _FRAMED) else MARKERS
 
 
+@dataclass(slots=True)
+class ThoughtEnds:
+    """What a pool's parsers do with white space at the end of the reasoning, as its answers have shown. `keep`: they send it,
+    and that at the end of any part at once; False: they remove it, and send that of other parts with the next one. None: no
+    answer has shown it yet. A part that ends in white space shows it, and so does the end of a whole reasoning: models whose
+    reasoning ends in none need nothing removed."""
+
+    keep: bool | None = None
+
+
 class Thoughts:
     """Joins the parts of the first engine, and those of later ones, which are not parsed. `reasoned`: it has reasoning;
-    `thinks`: the client has nothing after it yet. `keeps`: engines send white space at the end of a part at once; parsers
-    that remove it from the end of the reasoning send it with the next part."""
+    `thinks`: the client has nothing after it yet. `ends`: see `ThoughtEnds`."""
 
-    def __init__(self) -> None:
-        self.reasoned = self.thinks = self.keeps = False
+    def __init__(self, ends: ThoughtEnds) -> None:
+        self.reasoned = self.thinks = False
+        self.ends = ends
         self.markers: Markers | None = None
         self.inside = False
         """The current engine's tokens are reasoning."""
@@ -66,10 +76,13 @@ class Thoughts:
             if self.reasoned and not self.thinks:
                 raise CannotContinue(Why.REASONING)
             self.reasoned = self.thinks = True
-            self.keeps = self.keeps or reasoning[-1].isspace()
+            if reasoning[-1].isspace():
+                self.ends.keep = True
         if not (content and self.thinks):
             return reasoning + content
         self.thinks = False
+        if self.ends.keep is None:
+            self.ends.keep = False
         return reasoning + END + content
 
     def resume(self, markers: Markers | None, *, inside: bool, fresh: bool) -> None:
@@ -106,7 +119,7 @@ class Thoughts:
                 return ""
             if found:
                 self.inside, self._between = False, True
-            thought = thought if self.keeps else thought.rstrip()
+            thought = thought if self.ends.keep else thought.rstrip()
         if text and self._between:
             self._between = False
             return thought + END + text
@@ -114,7 +127,7 @@ class Thoughts:
 
     def _may_go_on(self, thought: str) -> bool:
         assert self.markers is not None
-        return begun_stop(thought, (self.markers.end,)) > 0 or (not self.keeps and thought[-1:].isspace())
+        return begun_stop(thought, (self.markers.end,)) > 0 or (not self.ends.keep and thought[-1:].isspace())
 
     def write(self, text: str) -> tuple[str, str]:
         """The reasoning and the content of a part that the client gets."""

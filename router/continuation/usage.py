@@ -51,7 +51,7 @@ class WholeUsage:
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
 
     def cap(self, most: int | None) -> None:
-        """No answer has more tokens than this; a guess of those that an engine got may exceed it."""
+        """Maximum number of tokens in an answer; a guess of how many an engine got may exceed it."""
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 

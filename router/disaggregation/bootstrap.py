@@ -18,7 +18,7 @@ ROOMS = 1 << 62
 
 
 def bootstrap_fields(prefill_url: str, port: int | None, rank: int | None) -> Mapping[str, Any]:
-    """The fields for one try; each try needs its own room. `rank`: the prefill engine's data-parallel rank."""
+    """The fields for one attempt; each attempt needs its own room. `rank`: the prefill engine's data-parallel rank."""
     host = urlsplit(prefill_url).hostname or ""
     fields: dict[str, Any] = {
         "bootstrap_host": f"[{host}]" if ":" in host else host,

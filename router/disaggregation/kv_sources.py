@@ -27,7 +27,7 @@ def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
 
 
 def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body's fields for the worker that computes the prompt, if it should fetch KV; new for each try."""
+    """The body's fields for the worker that computes the prompt, if it should fetch KV; new for each attempt."""
     fetch = fetch_of(choice)
     return {} if fetch is None else fetch.fields(body)
 

@@ -2,22 +2,21 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.fleet.records import FleetRecord
-from kvatlas.fleet.tenants import PART_MARK
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
+from kvatlas_router.engine_objects.known_holders import KnownHolders
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
 
 MOST_KNOWN = 100_000
-"""Objects that one router keeps in memory."""
+"""Objects that one router keeps in memory, of all tenants."""
 CALL_S = 1.0
 
 _log = logging.getLogger("kvatlas_router.proxy")
@@ -28,12 +27,13 @@ class ObjectUnknown(KvatlasError):
 
 
 class ObjectHolders:
-    """Safe to share between tasks of one event loop. Bounded, here and in the store: the oldest objects are forgotten."""
+    """Safe to share between tasks of one event loop. Bounded, here and in the store: each tenant has its part, and its oldest
+    objects are forgotten."""
 
     def __init__(self, fleet: FleetStore, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]]) -> None:
         self._fleet = fleet
         self._records = records
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._known = KnownHolders(MOST_KNOWN)
 
     async def find(
         self, use: ObjectUse, workers: Iterable[str] | None = None, tenant_id: str | None = None
@@ -77,14 +77,13 @@ class ObjectHolders:
     async def record(self, ids: Iterable[str], worker_id: str, tenant_id: str | None = None) -> None:
         """Record that the worker's engine keeps these objects of this tenant. Waits up to CALL_S for the store, because the
         next request for an object may reach another router."""
-        keys = [_key_of(id, tenant_id) for id in ids]
-        new = {key: worker_id for key in keys if self._known.get(key) != worker_id}
+        new = {id: worker_id for id in ids if self._known.find(tenant_id, id) != worker_id}
         if not new:
             return
-        self._remember(new)
+        self._known.add(tenant_id, new)
         try:
             async with asyncio.timeout(CALL_S):
-                await self._fleet.put_objects(new)
+                await self._fleet.put_objects(new, tenant_id)
         except STORE_FAILURES as error:
             _log.warning(
                 "could not record in the store that worker %s keeps %s, so other routers may not find it: %s",
@@ -94,30 +93,17 @@ class ObjectHolders:
             )
 
     async def _holder(self, id: str, tenant_id: str | None) -> str:
-        key = _key_of(id, tenant_id)
-        if (known := self._known.get(key)) is not None:
+        if (known := self._known.find(tenant_id, id)) is not None:
             return known
         try:
             async with asyncio.timeout(CALL_S):
-                found = await self._fleet.find_object(key)
+                found = await self._fleet.find_object(id, tenant_id)
         except STORE_FAILURES as error:
             raise Unreachable(f"{id[:80]}: can't look up which engine has it ({reason(error)})") from error
         if found is None:
             raise ObjectUnknown(f"{id[:80]}: no engine is known to have it; it stays on the engine that made it")
-        self._remember({key: found})
+        self._known.add(tenant_id, {id: found})
         return found
-
-    def _remember(self, new: Mapping[str, str]) -> None:
-        for id, worker_id in new.items():
-            self._known[id] = worker_id
-            self._known.move_to_end(id)
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-
-
-def _key_of(id: str, tenant_id: str | None) -> str:
-    """The key of a tenant's object. Tenant names have no slash, so keys of two tenants never collide."""
-    return id if tenant_id is None else f"{tenant_id}{PART_MARK}{id}"
 
 
 def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:

@@ -57,7 +57,8 @@ class AnswerReader:
         if status != 200 or header_value(headers, b"content-encoding") not in (b"", b"identity"):
             return
         if self.is_stream:
-            self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names))
+            choices = 1 if self._text is None else self._text.all_choices
+            self._stream = EventStream(hide_usage=self._hides_usage, whole=bool(self._names), choices=choices)
         elif b"json" in header_value(headers, b"content-type") and (
             self._text is not None or self._names or self._objects is not None
         ):
@@ -99,7 +100,7 @@ class AnswerReader:
         if self._stream is not None:
             self._usage, self.error = self._stream.usage, self._stream.error
             if self._text is not None and self.error is None and not self._stream.finished:
-                self.error = EngineError(UNKNOWN_STATUS, "the stream ended before the answer", b"")
+                self.error = EngineError(UNKNOWN_STATUS, "the stream ended before the answer was complete", b"")
             if self._objects is not None and self._objects.kept and self._stream.response_id is not None:
                 self.kept = (self._stream.response_id,)
         elif self._whole is not None:

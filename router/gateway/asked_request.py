@@ -11,7 +11,7 @@ from kvatlas_router.gateway.extension_objects import OBJECTIVE_HEADERS, PoolObje
 from kvatlas_router.gateway.field_metrics import RequestLabels
 from kvatlas_router.gateway.picker import Renaming, RequestHead
 from kvatlas_router.gateway.sender import SenderTrust
-from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, is_ambiguous, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, EngineCall, is_ambiguous, read_call, read_type
 from kvatlas_router.proxy.json_body import UnreadableBody
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.text_request import parse_object
@@ -93,13 +93,12 @@ class AskedRequest:
 
 
 async def _read_call(head: RequestHead, body: bytes | None, *, of_tenant: bool) -> EngineCall:
-    """Read the call. On a path that is not for inference, a body that no engine would read as JSON passes unchanged."""
+    """Read the call. On a path that is not for inference, a body that no engine would read as JSON passes unchanged, unless it
+    is compressed."""
     if _ADMINISTRATION.fullmatch(head.path) or is_ambiguous(head.path):
         raise AdministrationPath(f"{head.path[:200]} is not passed on to engines")
-    kind = head.first(b"content-type") or ""
+    kind = read_type(head.headers)
     try:
-        if body and (encoding := head.first(b"content-encoding")) not in (None, "identity"):
-            raise UnreadableBody(f"content-encoding is {encoding!r:.80}; remove it: engines read no compressed bodies")
         return await read_call(head.method, head.path, head.query, kind, body or b"", of_tenant=of_tenant)
     except UnreadableBody:
         if body and (head.path in INFERENCE or _MAY_BE_JSON.match(body)):

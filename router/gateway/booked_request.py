@@ -8,13 +8,13 @@ from kvatlas.runtime.background_task import end_tasks
 from kvatlas_router.admission.admission import Admission
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.engine_objects.object_holders import ObjectHolders
 from kvatlas_router.gateway.asked_request import AskedRequest
 from kvatlas_router.gateway.picker import Destination
-from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.proxy.headers import RawHeaders
-from kvatlas_router.proxy.predicted_try import sent_try
+from kvatlas_router.proxy.predicted_attempt import sent_attempt
 from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.status_verdict import Verdict, judge
 from router_client.learning.timings import Timings
@@ -79,7 +79,7 @@ class BookedParts:
     """Parts that all booked requests of a picker share."""
 
     admission: Admission
-    outliers: OutlierMonitor
+    ejections: EjectionMonitor
     progress: ProgressMonitor
     left: LeftBookings
     holders: ObjectHolders
@@ -114,8 +114,8 @@ class BookedRequest:
         self._judged = False
         self._moved = False
         path = asked.head.path.partition("?")[0]
-        self._watched = parts.progress.send(sent_try(_decoding(booked.choice), path, text))
-        parts.outliers.record_sent(booked.pool_id, booked.choice.worker_id)
+        self._watched = parts.progress.send(sent_attempt(_decoding(booked.choice), path, text))
+        parts.ejections.record_sent(booked.pool_id, booked.choice.worker_id)
 
     async def begin(self, status: int, headers: RawHeaders, served: str | None) -> None:
         """See `PickedRequest`. If a fallback answered, it is booked instead of the chosen worker."""
@@ -126,14 +126,14 @@ class BookedRequest:
             return
         self._moved = True
         self._watched.leave()  # the gateway gave up on the worker, as a client may
-        outliers, first = self._parts.outliers, self._booked
+        ejections, first = self._parts.ejections, self._booked
         line = f"the gateway moved on to {served}"
-        outliers.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
+        ejections.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
         await self._end()
         moved = await self._parts.move(first.prompt, served)
         if moved is not None:
             self._booked = moved
-            outliers.record_sent(moved.pool_id, moved.choice.worker_id)
+            ejections.record_sent(moved.pool_id, moved.choice.worker_id)
             self._judge(status, headers)
 
     def pass_part(self, part: bytes) -> None:
@@ -147,10 +147,10 @@ class BookedRequest:
     async def finish(self, usage: Usage | None, timings: Timings | None) -> None:
         """See `PickedRequest`."""
         if self._moved:
-            # the fallback's overlap was never predicted, and its time includes the first try
+            # the fallback's overlap was never predicted, and its time includes the first attempt
             usage = timings = None
         self._end_watch()
-        self._parts.outliers.record_complete(self._booked.pool_id, self._booked.choice.worker_id)
+        self._parts.ejections.record_complete(self._booked.pool_id, self._booked.choice.worker_id)
         try:
             await self._booked.choice.done(usage=usage, timings=timings)
         finally:
@@ -168,7 +168,7 @@ class BookedRequest:
         self._record_unanswered()
         if error is not None and judge(error.status) is Verdict.ELSEWHERE:
             line = f"it returned an error: {error.line}"
-            self._parts.outliers.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
+            self._parts.ejections.record_bad(self._booked.pool_id, self._booked.choice.worker_id, line)
         try:
             if error is not None:
                 await self._booked.choice.done(status=error.status)
@@ -190,11 +190,11 @@ class BookedRequest:
     def _record_unanswered(self) -> None:
         if not self._judged:
             self._judged = True
-            self._parts.outliers.record_unknown(self._booked.pool_id, self._booked.choice.worker_id)
+            self._parts.ejections.record_unknown(self._booked.pool_id, self._booked.choice.worker_id)
 
     def _judge(self, status: int, headers: RawHeaders) -> None:
         booked = self._booked
-        self._parts.outliers.record_status(booked.pool_id, booked.choice.worker_id, status, headers)
+        self._parts.ejections.record_status(booked.pool_id, booked.choice.worker_id, status, headers)
 
     async def _end(self) -> None:
         await self._parts.admission.end(self._booked.prompt, self._booked.choice)

@@ -19,6 +19,7 @@ from kvatlas_router.admission.admission import Admission, RequestShed
 from kvatlas_router.admission.queue import QueueFull, Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_fields, fetch_of, let_fetch
 from kvatlas_router.disaggregation.pair_booker import Booked
+from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.gateway.asked_request import AdministrationPath, AskedRequest
 from kvatlas_router.gateway.booked_request import BookedParts, BookedPrompt, BookedRequest, LeftBookings
@@ -29,10 +30,9 @@ from kvatlas_router.gateway.pool_pods import PoolPods
 from kvatlas_router.gateway.sender import SenderTrust, SenderUnknown
 from kvatlas_router.gateway.unpublished_pods import UnpublishedPods
 from kvatlas_router.gateway.worker_addresses import Candidates, WorkerAddresses
-from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ErrorKind
-from kvatlas_router.proxy.engine_call import FORMS, INFERENCE
+from kvatlas_router.proxy.engine_call import is_form
 from kvatlas_router.proxy.headers import decision_header, queue_header
 from kvatlas_router.proxy.reported_usage import usage_fields
 from kvatlas_router.proxy.request_router import RequestRouter
@@ -43,9 +43,6 @@ from router_client.errors import NoWorkers
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.transfer_protocol import replace_fields
 from router_client.prompt import Prompt
-
-CURLS_OWN = "application/x-www-form-urlencoded"
-"""The content type that curl sends by default, even for JSON."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -98,7 +95,7 @@ class FleetPicker:
         self._left = LeftBookings()
         self._holders = ObjectHolders(parts.fleet, parts.catalogue.records)
         self._booked_parts = BookedParts(
-            admission, parts.outliers, parts.progress, self._left, self._holders, self._book_served
+            admission, parts.ejections, parts.progress, self._left, self._holders, self._book_served
         )
         self._log = RateLimitedLog(_log)
         self._records: Mapping[str, FleetRecord] = {}
@@ -120,15 +117,8 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """True if the body matters. A JSON body names a model and may have a prompt; engines read some paths as JSON whatever
-        the content type. A form names a model too, which matters if there are several."""
-        kind = (head.first(b"content-type") or "json").lower()
-        reads = (
-            "json" in kind
-            or kind.startswith(CURLS_OWN)
-            or head.path in INFERENCE - FORMS
-            or (self._has_models and kind.startswith("multipart/form-data"))
-        )
+        """True if the body matters: a form only if there are several models, of which it names one."""
+        reads = self._has_models or not is_form(head.path, head.first(b"content-type") or "")
         return reads and head.method in ("POST", "PUT", "PATCH")
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
@@ -359,17 +349,21 @@ class FleetPicker:
     def _guess(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
         """A prompt that matches nothing, for any model. Raises NoWorkers."""
         scope = self._any_scope(workers, asked.caller.tenant_id)
-        return _Read(self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id")), None)
+        return _Read(
+            self._parts.reader.guess(scope, asked.call.letters, asked.head.first(b"x-request-id"), asked.caller), None
+        )
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
-        """The scope of a random candidate's model. Raises NoWorkers."""
+        """The scope of the model of a random candidate that may see the tenant's prompts. Raises NoWorkers."""
+        tenant_id = tenant_id or self._parts.catalogue.tenant_id
         ids = self._addresses.endpoints if workers is None else workers
-        routable = [self._records[worker_id].endpoint for worker_id in ids if self._records[worker_id].routable]
+        records = [self._records[worker_id] for worker_id in ids]
+        routable = [one.endpoint for one in records if one.routable and one.may_see(tenant_id)]
         if not routable:
             raise NoWorkers(f"none of {len(ids)} workers can take requests now")
         pools = Counter((endpoint.model_id, endpoint.tokenizer_id) for endpoint in routable)
         ((model_id, tokenizer_id),) = random.choices(list(pools), list(pools.values()))
-        return Scope(model_id, tokenizer_id, None, tenant_id or self._parts.catalogue.tenant_id)
+        return Scope(model_id, tokenizer_id, None, tenant_id)
 
 
 def _among(prompt: Prompt, workers: frozenset[str] | None) -> Prompt:

@@ -137,7 +137,8 @@ class _Stream:
 
     @property
     def _leaves(self) -> bool:
-        """True if the rest is the gateway's. In full duplex it keeps nothing that it sent: a quick answer would be lost."""
+        """True if the gateway handles the rest alone. Not in full duplex, where it keeps nothing that it sent, so a quick
+        answer would be lost."""
         leaves = self._settings.response_mode is ResponseMode.NONE and not self._state.can_change_answer
         return leaves and self._state.request_over
 

@@ -16,8 +16,8 @@ from router_client.results import RANK_HEADER
 Deployment = dict[str, Any]
 
 RESERVATION = "kvatlas_reservation"
-"""Key in a chosen deployment's `model_info`, which LiteLLM passes to its callbacks for each try. All tries of a request share
-its metadata."""
+"""Key in a chosen deployment's `model_info`, which LiteLLM passes to its callbacks for each attempt. All attempts of a request
+share its metadata."""
 
 
 def by_engine_model(
@@ -49,7 +49,7 @@ def by_worker(deployments: Sequence[Deployment], records: Mapping[str, FleetReco
 
 
 def with_reservation(deployment: Deployment, reservation: str, headers: Mapping[str, str]) -> Deployment:
-    """A copy of the deployment for one try, with the reservation for its callbacks and the headers for its engine."""
+    """A copy of the deployment for one attempt, with the reservation for its callbacks and the headers for its engine."""
     params = deployment["litellm_params"]
     if headers:
         params = {**params, "extra_headers": {**(params.get("extra_headers") or {}), **headers}}
@@ -71,7 +71,7 @@ def read_request(api: Api, messages: Sequence[Any], request_kwargs: Mapping[str,
 
 
 def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `model_info` of a callback's try; None if kvatlas did not choose its deployment."""
+    """The `model_info` of a callback's attempt; None if kvatlas did not choose its deployment."""
     info = (callback_kwargs.get("litellm_params") or {}).get("model_info")
     return info if isinstance(info, dict) and RESERVATION in info else None
 

@@ -1,7 +1,7 @@
-"""Judges if engines are alive by their progress, not by a status page.
+"""Judges by their progress, not by a status page, whether engines are alive.
 
 expected_times.py    pure: how long a pool's engines take to the first byte, and the spread of these times
 engine_progress.py   pure: one engine's state: alive, suspected, stalled or probing
-watched_try.py       a request to one engine, watched for progress
+watched_attempt.py   a request to one engine, watched for progress
 monitor.py           all engines: collects evidence, probes, and moves requests elsewhere
 """

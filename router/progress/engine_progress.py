@@ -1,4 +1,4 @@
-"""Judges if one engine is alive. Pure: takes observations, returns a state.
+"""Judges whether one engine is alive. Pure: takes observations, returns a state.
 
     ALIVE      it makes progress, or has no work.
     SUSPECTED  it has work but made no progress for `suspect_s`: it is probed, and still gets requests.
@@ -13,8 +13,8 @@ makes an engine alive in any state, however long one request waits there. Status
   it could be suspected. Later ones, which keep coming until the stall is found, don't extend it. If all running answers have
   begun, BEGUN applies.
 - **Clients that left** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last progress
-  make it suspected, which only costs a probe. They never stall it alone: if no request waits, it stalls only when a probe
-  stays unanswered for twice the usual time.
+  make it suspected, which only costs a probe. They alone never make it stalled: if no request waits, it becomes stalled only
+  when a probe stays unanswered for twice the usual time.
 - **A probe** may take the time between suspicion and stall, counted from when it was sent. While an engine is stalled, one
   probe runs at a time, PROBE_EVERY_S apart.
 - **An engine that can't be probed**, because it refuses the probe itself, stalls only by a waiting request. It is then tried

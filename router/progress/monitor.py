@@ -17,7 +17,7 @@ from kvatlas.telemetry import export_metrics
 from kvatlas.telemetry.metric_export import MetricSource
 from kvatlas_router.progress.engine_progress import EngineProgress, Probe, State
 from kvatlas_router.progress.expected_times import ExpectedTimes
-from kvatlas_router.progress.watched_try import SentTry, WatchedTry
+from kvatlas_router.progress.watched_attempt import SentAttempt, WatchedAttempt
 
 EVERY_S = 0.1
 LATE_S = 0.2
@@ -49,7 +49,7 @@ class _Engine:
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
-    tries: dict[int, WatchedTry] = field(default_factory=dict)
+    attempts: dict[int, WatchedAttempt] = field(default_factory=dict)
     probe: "asyncio.Task[None] | None" = None
     series: MetricSource | None = None
     reported: bool = False
@@ -73,7 +73,7 @@ class ProgressMonitor:
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
         self._stalled: dict[str, _Engine] = {}
-        """Those that were reported: each request asks for them, whatever the number of engines."""
+        """Workers reported as stalled. Kept separately, because each request asks for them, however many engines there are."""
         self._times: dict[str, ExpectedTimes] = {}
         self._records: Mapping[str, FleetRecord] = {}
         self._read_at = float("-inf")
@@ -96,20 +96,20 @@ class ProgressMonitor:
 
     # ------------------------------------------------------------ requests
 
-    def send(self, sent: SentTry, task: "asyncio.Task[object] | None" = None) -> WatchedTry:
+    def send(self, sent: SentAttempt, task: "asyncio.Task[object] | None" = None) -> WatchedAttempt:
         """Watch a request to an engine until `end` or `leave` is called. `task`: the one that waits for the answer; it
         is cancelled to move the request elsewhere."""
-        watched = WatchedTry(self, sent, task)
+        watched = WatchedAttempt(self, sent, task)
         if sent.computes:
             now = self._clock()
             engine = self._engine(sent)
-            engine.tries[id(watched)] = watched
+            engine.attempts[id(watched)] = watched
             bounds = self._times_of(sent.pool_id).bounds(sent.kind, sent.predicted_s, now)
             engine.progress.send(id(watched), bounds, now)
         return watched
 
-    def receive(self, watched: WatchedTry) -> None:
-        """Record a computed part of the answer; see `WatchedTry.progress`."""
+    def receive(self, watched: WatchedAttempt) -> None:
+        """Record a computed part of the answer; see `WatchedAttempt.progress`."""
         sent, engine, now = watched.sent, self._engines.get(watched.sent.worker_id), self._clock()
         if engine is None or not sent.computes:
             return
@@ -124,20 +124,20 @@ class ProgressMonitor:
         """Set the bounds of requests that were sent before the pool's times were known."""
         for engine in self._engines.values():
             if engine.pool_id == pool_id:
-                tries = {key: watched.sent for key, watched in engine.tries.items()}
+                attempts = {key: watched.sent for key, watched in engine.attempts.items()}
                 engine.progress.renew(
-                    {key: times.bounds(sent.kind, sent.predicted_s, now) for key, sent in tries.items()}
+                    {key: times.bounds(sent.kind, sent.predicted_s, now) for key, sent in attempts.items()}
                 )
 
-    def close(self, watched: WatchedTry, *, left: bool) -> None:
-        """Stop watching a request; see `WatchedTry.end` and `WatchedTry.leave`."""
+    def close(self, watched: WatchedAttempt, *, left: bool) -> None:
+        """Stop watching a request; see `WatchedAttempt.end` and `WatchedAttempt.leave`."""
         engine = self._engines.get(watched.sent.worker_id)
-        if engine is not None and engine.tries.pop(id(watched), None) is not None:
+        if engine is not None and engine.attempts.pop(id(watched), None) is not None:
             end = engine.progress.leave if left else engine.progress.end
             end(id(watched), self._clock())
 
     def count_move(self) -> None:
-        """Count a stream that went on elsewhere; see `WatchedTry.move`."""
+        """Count a stream that went on elsewhere; see `WatchedAttempt.move`."""
         self.counters.moved += 1
 
     # ------------------------------------------------------------ use
@@ -194,7 +194,7 @@ class ProgressMonitor:
         self._report(worker_id, engine, now)
         if progress.is_stalled:
             self._move(worker_id, engine, now)
-        if self._records and record is None and not engine.tries:
+        if self._records and record is None and not engine.attempts:
             self._forget(worker_id)
 
     def _report(self, worker_id: str, engine: _Engine, now: float) -> None:
@@ -209,7 +209,7 @@ class ProgressMonitor:
                 "and is probed until it computes again",
                 worker_id,
                 quiet_s,
-                len(engine.tries),
+                len(engine.attempts),
             )
         elif engine.reported and not is_stalled:
             engine.reported = False
@@ -227,7 +227,7 @@ class ProgressMonitor:
             for id, record in self._records.items()
             if record.routable and record.endpoint.pool_id == engine.pool_id and not self._is_stalled(id)
         )
-        for watched in list(engine.tries.values()):
+        for watched in list(engine.attempts.values()):
             if engine.progress.is_lost(now):
                 watched.give_up(lost=True)
             elif alive and watched.sent.may_move(alive, watched.began) and watched.give_up():
@@ -265,7 +265,7 @@ class ProgressMonitor:
                 engine.progress.observe(now - _age_s(record), now)
             engine.seen = seen
 
-    def _engine(self, sent: SentTry) -> _Engine:
+    def _engine(self, sent: SentAttempt) -> _Engine:
         engine = self._engines.get(sent.worker_id)
         if engine is None:
             engine = self._engines[sent.worker_id] = _Engine(sent.pool_id)

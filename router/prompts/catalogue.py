@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, FleetRecord
@@ -24,7 +24,10 @@ LOOK_AGAIN_S = 0.1
 LOOK_S = 1.0
 """Limit on the duration of that read."""
 MOST_TENANTS = 1_024
-"""Limit of what is remembered by tenant; clients may name any."""
+"""Number of tenants for which something is remembered; clients may name any."""
+GONE_S = 3_600.0
+"""A model whose last worker is gone keeps its name this long: requests for it find no worker and may be retried, while a name
+that doesn't exist is an error for good."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -38,16 +41,6 @@ class ServedModel:
     model_id: str
     tokenizer_id: str
     adapter_id: str | None = None
-
-
-@dataclass(slots=True)
-class _KnownName:
-    """What a name stands for, workers of its pool that don't serve it, each with the reason, and by tenant the base URLs of the
-    engines that serve it."""
-
-    served: ServedModel
-    unfit: Mapping[str, str]
-    engines: dict[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Catalogue:
@@ -76,10 +69,12 @@ class Catalogue:
         self._read_at: float | None = None
         self._read: asyncio.Task[None] | None = None
         self._derived_from: tuple[Mapping[str, FleetRecord] | None, int] = None, 0
-        """The records and the version of the lists from which the known names follow."""
-        self._known: dict[tuple[str | None, str | None], _KnownName] = {}
-        self._tenants = 0
-        """For how many tenants the known names list engines, together."""
+        """The records, and the version of the lists, from which the next three are derived."""
+        self._served: dict[tuple[str | None, str | None], ServedModel] = {}
+        self._remembered: dict[tuple[str, str | None], tuple[ServedModel, float]] = {}
+        """What each name stood for, and when it was last known; the oldest first."""
+        self._unfit: dict[tuple[ServedModel, str], Mapping[str, str]] = {}
+        self._asked: dict[tuple[Scope, str | None], Sequence[str]] = {}
         self._kinds: dict[str, EngineKind] = {}
         self._kinds_of: object = None
         self._task = BackgroundTask(self._keep_asking, "kvatlas model lists")
@@ -97,35 +92,42 @@ class Catalogue:
     async def scope_of(
         self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
     ) -> Scope | None:
-        """The identity scope of a request that names this model; None if no engine serves it. Without a name, the fleet's model
-        if there is only one."""
-        found = await self._find(name, seen_by)
-        if found is None:
+        """The identity scope of a request that names this model; None if no engine serves it or did within GONE_S. Without a
+        name, the fleet's model if there is only one."""
+        served = await self._find(name, seen_by)
+        if name is not None:
+            served = self._remember((name, seen_by), served)
+        if served is None:
             return None
-        served = found.served
         return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
     async def unfit_for(self, name: str | None, *, seen_by: str | None = None) -> Mapping[str, str]:
         """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
-        found = await self._find(name, seen_by)
-        return {} if found is None else found.unfit
+        served = await self._find(name, seen_by)
+        return {} if name is None or served is None else self._unfit_for(served, name)
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
-        """Base URLs of the engines that serve a request's model now, and may see its tenant's prompts."""
-        found = await self._find(request.model)
-        if found is None:
+        """Base URLs of the engines that serve a request's model in its scope now, and may see its tenant's prompts; empty
+        while its scope is not known."""
+        await self._read_records()
+        scope, records = request.scope, self._current()
+        if scope is None:
             return ()
-        tenant_id = request.tenant_id or self.tenant_id
-        if (known := found.engines.get(tenant_id)) is None:
-            model_id = found.served.model_id
+        key = scope, request.model
+        if key not in self._asked:
+            pool_id = scope.pool_id
+            served = ServedModel(scope.model_id, scope.tokenizer_id, scope.adapter_id)
+            unfit = {} if request.model is None else self._unfit_for(served, request.model)
             urls = {
-                r.endpoint.url
-                for id, r in self._last.records.items()
-                if r.routable and r.endpoint.model_id == model_id and id not in found.unfit and r.may_see(tenant_id)
+                record.endpoint.url
+                for id, record in records.items()
+                if record.routable
+                and record.endpoint.pool_id == pool_id
+                and id not in unfit
+                and record.may_see(scope.tenant_id)
             }
-            known = found.engines[tenant_id] = sorted(urls - {""})
-            self._tenants += 1
-        return known
+            self._asked[key] = sorted(urls - {""})
+        return self._asked[key]
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
         """The name under which a worker's engine serves its model, if it listed any; otherwise the model's id."""
@@ -212,7 +214,7 @@ class Catalogue:
 
     # ------------------------------------------------------------ names
 
-    async def _find(self, name: str | None, seen_by: str | None = None) -> _KnownName | None:
+    async def _find(self, name: str | None, seen_by: str | None = None) -> ServedModel | None:
         await self._read_records()
         found = self._find_known(name, seen_by)
         if found is None and await self._look_again():
@@ -222,13 +224,28 @@ class Catalogue:
             found = self._find_known(name, seen_by)
         return found
 
-    def _find_known(self, name: str | None, seen_by: str | None) -> _KnownName | None:
-        records, key = self._current(), (name, seen_by)
-        known = self._known.get(key)
-        if known is None and (served := self._find_among(name, _seen_by(seen_by, records.values()))) is not None:
-            known = self._known[key] = _KnownName(
-                served, {} if name is None else self._find_unfit(served, name, records)
-            )
+    def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
+        """What the name stands for, or did within GONE_S, unless its pool has engines up."""
+        if served is None:
+            known, at = self._remembered.get(key, (None, 0.0))
+            return known if self._clock() - at <= GONE_S and not self._is_served(known) else None
+        self._remembered.pop(key, None)
+        self._remembered[key] = served, self._clock()
+        if len(self._remembered) > MOST_TENANTS:
+            del self._remembered[next(iter(self._remembered))]
+        return served
+
+    def _is_served(self, model: ServedModel | None) -> bool:
+        """True if the pool has engines up: what they don't list, they have unloaded."""
+        pools = {(one.endpoint.model_id, one.endpoint.tokenizer_id) for one in self._current().values() if one.routable}
+        return model is not None and (model.model_id, model.tokenizer_id) in pools
+
+    def _find_known(self, name: str | None, seen_by: str | None) -> ServedModel | None:
+        records, key = self._current().values(), (name, seen_by)
+        if (known := self._served.get(key)) is None:
+            known = self._find_among(name, _seen_by(seen_by, records))
+            if known is not None:
+                self._served[key] = known
         return known
 
     def _find_among(self, name: str | None, records: Collection[FleetRecord]) -> ServedModel | None:
@@ -250,6 +267,12 @@ class Catalogue:
                 adapter_id = listed if card.get("parent") else None
                 found.append((endpoint.model_id, endpoint.tokenizer_id, adapter_id))
         return ServedModel(*min(found, key=lambda one: one[:2])) if found else None
+
+    def _unfit_for(self, served: ServedModel, name: str) -> Mapping[str, str]:
+        records, key = self._current(), (served, name)
+        if key not in self._unfit:
+            self._unfit[key] = self._find_unfit(served, name, records)
+        return self._unfit[key]
 
     def _find_unfit(self, served: ServedModel, name: str, records: Mapping[str, FleetRecord]) -> Mapping[str, str]:
         unfit: dict[str, str] = {}
@@ -286,9 +309,9 @@ class Catalogue:
     def _current(self) -> Mapping[str, FleetRecord]:
         """The last-read records; what was derived from other records or lists is forgotten."""
         records, (of, version) = self._last.records, self._derived_from
-        if of is not records or version != self._lists.version or len(self._known) + self._tenants > MOST_TENANTS:
+        if of is not records or version != self._lists.version or len(self._asked) + len(self._served) > MOST_TENANTS:
             self._derived_from = records, self._lists.version
-            self._known, self._tenants = {}, 0
+            self._served, self._unfit, self._asked = {}, {}, {}
         return records
 
     async def _read_records(self) -> Mapping[str, FleetRecord]:

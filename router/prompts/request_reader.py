@@ -44,23 +44,25 @@ class RequestReader:
         Raises UnknownModel, and InvalidValue for a request that no engine would accept."""
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
-        request = request.of_engines(await self._catalogue.kind_of(scope), scope.model_id, scope.tenant_id)
+        request = request.of_engines(await self._catalogue.kind_of(scope), scope)
         served = request.model
         if scope.adapter_id is None and request.adapter is not None:
             served, scope = request.adapter, replace(scope, adapter_id=request.adapter)
         read = await self._narrow(await self._prompts.read(request, scope, request_id), served, caller)
-        return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read
+        return _sent_by(caller, read)
 
     async def read_length(
         self, model: str | None, letters: int, request_id: str | None = None, caller: Caller = ANYBODY
     ) -> RequestPrompt:
         """A prompt for a request whose text is not read: it matches nothing, and its length is a guess. Raises UnknownModel."""
-        read = self._prompts.guess(await self._scope(model, caller.tenant_id, caller), letters, request_id)
+        read = self.guess(await self._scope(model, caller.tenant_id, caller), letters, request_id, caller)
         return await self._narrow(read, model, caller)
 
-    def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
+    def guess(
+        self, scope: Scope, letters: int, request_id: str | None = None, caller: Caller = ANYBODY
+    ) -> RequestPrompt:
         """Like `read_length`, in a known scope."""
-        return self._prompts.guess(scope, letters, request_id)
+        return _sent_by(caller, self._prompts.guess(scope, letters, request_id))
 
     def with_session(self, read: RequestPrompt, headers: Sequence[tuple[bytes, bytes]]) -> RequestPrompt:
         """The prompt in the session that the request's headers name, if any; names of headers are in lower case."""
@@ -86,3 +88,8 @@ class RequestReader:
         """Leave out the workers of the pool that don't serve this name."""
         unfit = await self._catalogue.unfit_for(model, seen_by=caller.tenant_id)
         return replace(read, prompt=replace(read.prompt, select=Selector(unfit=unfit))) if unfit else read
+
+
+def _sent_by(caller: Caller, read: RequestPrompt) -> RequestPrompt:
+    """The prompt as that of its program, which is billed for the answer."""
+    return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read

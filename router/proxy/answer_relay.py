@@ -1,4 +1,4 @@
-"""One try of a request on one engine: sends the request, and passes the answer on as it arrives."""
+"""One attempt of a request on one engine: sends the request, and passes the answer on as it arrives."""
 
 import asyncio
 import json
@@ -14,7 +14,9 @@ from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.answers.error_events import is_seen
 from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.continuation.choice_seams import ChoiceSeams
 from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
@@ -25,7 +27,7 @@ from kvatlas_router.proxy.client_request import ClientRequest
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.headers import for_engine
-from kvatlas_router.proxy.predicted_try import sent_try
+from kvatlas_router.proxy.predicted_attempt import sent_attempt
 from kvatlas_router.proxy.reported_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.request_trace import (
     describe_engine_answer,
@@ -38,8 +40,8 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_answer import (
     Answer,
+    EngineAttempt,
     EngineRequest,
-    EngineTry,
     StreamedAnswer,
     WholeAnswer,
     error_refusal,
@@ -52,6 +54,9 @@ from router_client.pricing.transfer_protocol import replace_fields
 from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
+END_S = 5.0
+"""An engine that has sent the final event, or an error, may take so long to end its answer: until then its connection can be
+kept."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
 """vLLM's calls that read a priority."""
 
@@ -105,8 +110,8 @@ class AnswerRelay:
         may_move: Callable[[frozenset[str], bool], bool],
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
-        """Send a request to the chosen engine, or to both engines of a pair; see `EngineTry` and `send_to_pair`.
-        `may_move`: see `SentTry`. `continued`: its answer, or what there is of it."""
+        """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`.
+        `may_move`: see `SentAttempt`. `continued`: its answer, or what there is of it."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
@@ -144,9 +149,9 @@ class AnswerRelay:
             added = {**trace_headers(span), **choice.headers}
             of_tenant = not request.is_trusted
             headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
-            sent = sent_try(choice, to_engine.path, request.text, may_move)
+            sent = sent_attempt(choice, to_engine.path, request.text, may_move)
             watched = self._progress.send(sent, asyncio.current_task())
-            async with EngineTry(self._engines, watched, choice.url, to_engine, headers) as answer:
+            async with EngineAttempt(self._engines, watched, choice.url, to_engine, headers) as answer:
                 describe_engine_answer(span, answer.status)
                 yield replace(answer, span=span) if span.is_recording() else answer
 
@@ -174,7 +179,16 @@ class AnswerRelay:
             return OpenedAnswer(answer)
         hides = self._hides_usage(request, continued)
         goes_on = continued.seam is not None
-        stream = EventStream(hide_usage=hides, hold=True, whole=goes_on, counts=goes_on)
+        text = continued.next_request or request.text
+        choices = 1 if text is None else text.all_choices
+        stream = EventStream(
+            hide_usage=hides,
+            hold=True,
+            whole=goes_on,
+            counts=goes_on,
+            choices=choices,
+            ends_at_error=request.for_engine.path == Api.MESSAGES,  # a repeated error comes before their end, if any
+        )
         async for chunk in answer:
             passed = self._read(answer, stream, chunk)
             if stream.begun:
@@ -193,7 +207,7 @@ class AnswerRelay:
         if not stream.events:
             raise EngineLost(f"{choice.url}: the stream ended without an event")
         if (goes_on and not stream.done) or _is_cut(request, stream):
-            raise EngineLost(f"{choice.url}: the stream ended before the answer")
+            raise EngineLost(f"{choice.url}: the stream ended before the answer was complete")
         return OpenedAnswer(answer, stream, rest)
 
     async def begin(
@@ -247,6 +261,9 @@ class AnswerRelay:
     async def _finish(
         self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None, continued: ContinuedAnswer
     ) -> None:
+        if continued.awaits_choice:
+            await choice.done(answer.status)
+            return
         self._counters.request_time.add((time.perf_counter_ns() - request.began_ns) / 1e9, span=sampled_context())
         whole = continued.whole_usage(usage)
         request.count_usage(whole)
@@ -262,29 +279,39 @@ class AnswerRelay:
         )
 
     async def _pass_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | None
+        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | ChoiceSeams | None
     ) -> Usage | None:
         rest = b""
         try:
-            async for chunk in answer:
-                await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+            async with asyncio.timeout(END_S if stream.is_over else None) as ending:
+                async for chunk in answer:
+                    await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+                    if stream.is_over and ending.when() is None:
+                        ending.reschedule(asyncio.get_running_loop().time() + END_S)
             rest = stream.end()
+        except TimeoutError:
+            pass  # nothing that matters follows
         except EngineLost:
-            if seam is None or seam.missing_end is None:
+            if not (stream.is_over if seam is None else seam.missing_end is not None or seam.awaits_choice):
                 raise
         if seam is not None:
             rest = seam.end(rest)
             if (end := seam.missing_end) is not None:
                 await request.send({"type": "http.response.body", "body": rest + end})
                 return stream.usage
+            if seam.awaits_choice:
+                await request.send_part(rest)
+                return None
             if seam.error is not None or seam.why is None:
                 if rest:
                     await request.send_part(rest)
                 raise (
-                    EngineLost("the stream ended before the answer") if seam.error is None else EngineFailed(seam.error)
+                    EngineLost("the stream ended before the answer was complete")
+                    if seam.error is None
+                    else EngineFailed(seam.error)
                 )
-        elif stream.error is None and _is_cut(request, stream):
-            raise EngineLost("the stream ended before the answer")
+        if stream.error is None and _is_cut(request, stream):
+            raise EngineLost("the stream ended before the answer was complete")
         if stream.error is not None:
             await request.end_failed(stream.error, rest)
             raise EngineFailed(stream.error)
@@ -298,15 +325,21 @@ class AnswerRelay:
         return passed
 
     async def _send_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, passed: bytes, seam: Seam | None
+        self,
+        request: ClientRequest,
+        answer: StreamedAnswer,
+        stream: EventStream,
+        passed: bytes,
+        seam: Seam | ChoiceSeams | None,
     ) -> None:
         request.sent_events, request.in_event = stream.events, stream.in_event
         request.count_sent(stream.parts)
         if seam is not None:
             passed = seam.feed(passed)
             request.sent_events = seam.events
-        if stream.done and (seam is None or seam.error is None):
-            request.complete = True  # clients disconnect as soon as they have the final event
+        if stream.is_over:  # clients disconnect as soon as they have the final event, or an error
+            seen = stream.error is None or is_seen(request.for_engine.path, stream.error)
+            request.complete = seen if seam is None else seam.error is None and not seam.awaits_choice
         if passed:
             began_ns = time.perf_counter_ns()
             await request.send_part(passed)

@@ -27,24 +27,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvatlas.errors import InvalidValue, Unreachable
+from kvatlas.http.guard import ON_LEAVE
 from kvatlas.runtime.certificate_files import certificates_in_use
-from kvatlas.runtime.http_guard import ON_LEAVE
 from kvatlas.status_page.server import StatusPage
 from kvatlas.telemetry.distribution import counters_to_jsonable
 from kvatlas.telemetry.metrics_page import METRICS_ROUTE
 from kvatlas.version import own_version
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.client_access import ClientBorders, caller_of
+from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.engine_objects.object_use import OBJECT_ROUTES
 from kvatlas_router.held_bookings import HeldBookings, TooManyHeld
-from kvatlas_router.outliers.avoidance import EnginesRest
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind, error_body, send_error
 from kvatlas_router.proxy.counters import ProxyCounters
-from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call
+from kvatlas_router.proxy.engine_call import INFERENCE, is_ambiguous, read_call, read_type
 from kvatlas_router.proxy.exchange import Exchange
-from kvatlas_router.proxy.headers import DECISION_HEADER, RawHeaders, plain_json_type
-from kvatlas_router.proxy.json_body import UnreadableBody, read_object
+from kvatlas_router.proxy.headers import DECISION_HEADER, plain_json_type
+from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.proxy.request_trace import describe_answer, request_span
 from kvatlas_router.proxy.route_api import RouteApi
@@ -178,8 +178,8 @@ class ProxyApplication:
 
     async def _status(self, _: Request) -> Response:
         """Counters, and findings that need attention."""
-        client, outliers, tokens = self._parts.client, self._parts.outliers, self._parts.tokens
-        ejected = {id: max(0.0, round(left, 3)) for id, left in outliers.ejected().items()}
+        client, ejections, tokens = self._parts.client, self._parts.ejections, self._parts.tokens
+        ejected = {id: max(0.0, round(left, 3)) for id, left in ejections.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
         progress = self._parts.progress
         return JSONResponse(
@@ -193,7 +193,7 @@ class ProxyApplication:
                 "ejected": ejected,
                 "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
-                "outliers": asdict(outliers.counters),
+                "ejections": asdict(ejections.counters),
                 "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
@@ -242,7 +242,7 @@ class _ForEngines:
             await send_error(send, path, ErrorKind.NO_PATH, line)
             return
         try:
-            kind = _read_type(scope["headers"])
+            kind = read_type(scope["headers"])
             body = await _read_body(receive)
             caller = caller_of(scope)
             call = await read_call(scope["method"], path, query, kind, body, of_tenant=caller.is_proven)
@@ -260,20 +260,6 @@ class _ForEngines:
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
         await self._exchange.run(asked)
-
-
-def _read_type(headers: RawHeaders) -> str:
-    """The body's type. Raises UnreadableBody unless engines can read its encoding, and agree on its type."""
-    types = []
-    for name, value in headers:
-        if name == b"content-type":
-            types.append(value)
-        elif name in (b"content-encoding", b"x-body-compressed") and value.strip().lower() not in (b"", b"identity"):
-            said = value.decode("latin-1")
-            raise UnreadableBody(f"{name.decode()} is {said[:80]!r}; remove it: engines read no compressed bodies")
-    if len(types) > 1:
-        raise UnreadableBody("content-type is given more than once; expected one")
-    return types[0].decode("latin-1") if types else ""
 
 
 async def _read_body(receive: Receive) -> bytes:

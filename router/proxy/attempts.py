@@ -1,4 +1,4 @@
-"""The state of one request's tries."""
+"""The state of one request's attempts."""
 
 from dataclasses import dataclass
 
@@ -20,13 +20,13 @@ class StalledAnswer:
 
 @dataclass(slots=True)
 class Attempts:
-    """One request in a pool, and the outcome of its tries so far.
+    """One request in a pool, and the outcome of its attempts so far.
 
     `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
-    and its status. `free`: the last try reached no engine, so the next needs no budget. `paid`: the budget has already allowed
-    the next try. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next try. `begun`: the client
-    has a part of an answer. `stalled`: that answer, while another worker is sought for the rest. `leave_at`: from this time of
-    the monotonic clock on, an answer may leave a stalled engine.
+    and its status. `free`: the last attempt reached no engine, so the next needs no budget. `paid`: the budget has already
+    allowed the next attempt. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next attempt.
+    `begun`: the client has a part of an answer. `stalled`: that answer, while another worker is sought for the rest.
+    `leave_at`: from this time of the monotonic clock on, an answer may leave a stalled engine.
     """
 
     request: ClientRequest

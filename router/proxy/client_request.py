@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.types import Message, Send
 
+from kvatlas.http.error_form import error_form
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import error_event, is_seen
@@ -21,7 +22,7 @@ from kvatlas_router.proxy.headers import RawHeaders, for_client, queue_header
 from kvatlas_router.proxy.request_trace import describe_answer
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.limits import Permit
-from kvatlas_router.tokens.text_request import Api, TextRequest
+from kvatlas_router.tokens.text_request import TextRequest
 from kvatlas_router.upstream.engine_answer import EngineRequest, StreamedAnswer, WholeAnswer
 from router_client.learning.token_counts import Usage
 from router_client.prompt import Prompt
@@ -30,19 +31,19 @@ _access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
-    """The proxy's own errors: status, type and code in OpenAI's API, type in Anthropic's."""
+    """The proxy's own errors: status, and code in OpenAI's API."""
 
-    INVALID = 400, "invalid_request_error", None, "invalid_request_error"
-    UNPROVEN = 401, "invalid_request_error", "invalid_api_key", "authentication_error"
-    FOREIGN = 403, "invalid_request_error", "tenant_not_allowed", "permission_error"
-    NO_MODEL = 404, "invalid_request_error", "model_not_found", "not_found_error"
-    NO_PATH = 404, "invalid_request_error", "unknown_url", "not_found_error"
-    NO_OBJECT = 404, "invalid_request_error", "not_found", "not_found_error"
-    METHOD = 405, "invalid_request_error", "method_not_supported", "invalid_request_error"
-    TOO_LONG = 413, "invalid_request_error", "request_too_large", "request_too_large"
-    BUSY = 429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"
-    BAD_GATEWAY = 502, "server_error", "bad_gateway", "api_error"
-    UNAVAILABLE = 503, "server_error", "service_unavailable", "overloaded_error"
+    INVALID = 400, None
+    UNPROVEN = 401, "invalid_api_key"
+    FOREIGN = 403, "tenant_not_allowed"
+    NO_MODEL = 404, "model_not_found"
+    NO_PATH = 404, "unknown_url"
+    NO_OBJECT = 404, "not_found"
+    METHOD = 405, "method_not_supported"
+    TOO_LONG = 413, "request_too_large"
+    BUSY = 429, "rate_limit_exceeded"
+    BAD_GATEWAY = 502, "bad_gateway"
+    UNAVAILABLE = 503, "service_unavailable"
 
     @property
     def status(self) -> int:
@@ -57,7 +58,7 @@ class ClientRequest:
     `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the name that it asks
     for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
-    `decision`: the last try's decision header. `priority`: its own priority in the queue; None: it gives none.
+    `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
     had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
@@ -218,7 +219,8 @@ class ClientRequest:
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
-            await self.permit.take_tokens(prompt.input_tokens + output * self._answers)
+            answers = 1 if self.text is None else self.text.all_choices
+            await self.permit.take_tokens(prompt.input_tokens + output * answers)
 
     def count_usage(self, usage: Usage | None) -> None:
         """Count the usage that the engine reports, instead of the expected one."""
@@ -229,10 +231,6 @@ class ClientRequest:
         """Count the parts of the answer that the client was sent, a token or more each."""
         if self.permit is not None:
             self.permit.note_sent(self.prompt_tokens + parts)
-
-    @property
-    def _answers(self) -> int:
-        return 1 if self.text is None else max(1, self.text.choices * self.text.prompts)
 
     def header(self, name: bytes) -> str | None:
         """A header's value, by its name in lower case; None if absent or empty."""
@@ -274,7 +272,5 @@ async def send_error(
 
 def error_body(path: str, kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
     """The JSON body of an error in the form of the path's API, Anthropic's or OpenAI's."""
-    _, type_, code, anthropics_type = kind.value
-    if path.startswith(Api.MESSAGES.value):
-        return {"type": "error", "error": {"type": anthropics_type, "message": line}}
-    return {"error": {"message": line, "type": type_, "param": param, "code": code}}
+    status, code = kind.value
+    return error_form(path, status, line, code=code, param=param)

@@ -10,11 +10,13 @@ from typing import Any
 from kvatlas.errors import InvalidValue, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.identity import Scope
+from kvatlas_router.answers.engine_errors import EngineError
+from kvatlas_router.continuation.choice_seams import ChoiceSeams, seam_of
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import Seam
-from kvatlas_router.continuation.thoughts import Markers, markers_of
+from kvatlas_router.continuation.thoughts import Markers, ThoughtEnds, markers_of
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
@@ -55,11 +57,11 @@ class ContinuedAnswer:
     read_prompt: ReadPrompt
     kind_of: KindOf
     why: Why | None = None
-    seam: Seam | None = None
+    seam: Seam | ChoiceSeams | None = None
     goes_on: bool = False
-    lost: Exception | None = None
+    lost: str = ""
     _next: _Next | None = None
-    _withheld: bytes = b""
+    _failure: tuple[EngineError, bytes] | None = None
     _reached: object = None
     _prompt: RequestPrompt | None = None
     _patient_until: float = 0.0
@@ -72,15 +74,16 @@ class ContinuedAnswer:
         counters: ContinuationCounters,
         read_prompt: ReadPrompt,
         kind_of: KindOf,
+        ends: ThoughtEnds,
     ) -> "ContinuedAnswer":
-        """The answer of a request that was not sent yet."""
+        """The answer of a request that was not sent yet. `ends`: its pool's."""
         answer = cls(request, counters, read_prompt, kind_of)
         text = request.text
         if mode is ContinueMode.OFF or text is None or not text.streamed:
             return answer
         answer.why = Why.OBJECT if request.objects is not None and request.objects.ids else why_not(text, mode)
         if answer.why is None:
-            answer.seam = Seam(text)
+            answer.seam = seam_of(text, ends)
         return answer
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
@@ -116,20 +119,25 @@ class ContinuedAnswer:
             return usage
         return self.seam.usage.whole
 
+    @property
+    def awaits_choice(self) -> bool:
+        """True if one choice has ended, and another engine must continue the next; see `ChoiceSeams`."""
+        return self.seam is not None and self.seam.awaits_choice
+
     # ------------------------------------------------------------ after an engine died
 
-    async def prepare(self, read: RequestPrompt, error: Exception) -> RequestPrompt:
-        """The prompt of the rest, once `error` ended the engine's part. Raises CannotContinue."""
-        self.lost = error
+    async def prepare(self, read: RequestPrompt, error: Exception | None = None) -> RequestPrompt:
+        """The prompt of the rest, once `error` ended the engine's part, or the next choice is due. Raises CannotContinue."""
+        self.lost = str(error) if error is not None else self.lost
         seam = self.seam
         if seam is None:
             raise CannotContinue(self.why)
-        self._withheld = seam.withheld
+        self._failure = None if seam.error is None else (seam.error, seam.withheld)
         if self._is_stuck(seam):
             raise CannotContinue(Why.SAME_TOKEN)
         rest = seam.rest()
         try:
-            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope.model_id)
+            seam.builder.of_engines(await self.kind_of(read.prompt.scope), read.prompt.scope)
             self._prompt = read if self._prompt is None else self._prompt
             self._patient_until = time.monotonic() + min(TOKENS_WAIT_S, read.prompt.wait_s or TOKENS_WAIT_S)
             self._next, found = await self._ask_for(seam, rest)
@@ -143,7 +151,7 @@ class ContinuedAnswer:
             raise CannotContinue(Why.NO_WORKER) from away
         return found
 
-    async def _ask_for(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _ask_for(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The request for the rest, and its prompt."""
         if rest.reasoned:
             return await self._ask_within_reasoning(seam, rest)
@@ -164,7 +172,7 @@ class ContinuedAnswer:
         rest = replace(rest, is_known=fits is not None)
         return _Next(rest, tokens, api, body), found
 
-    async def _ask_within_reasoning(self, seam: Seam, rest: Rest) -> tuple[_Next, RequestPrompt]:
+    async def _ask_within_reasoning(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
         """The same for an answer with reasoning, whose markers must be known."""
         prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.builder.text.model_id):
@@ -185,12 +193,14 @@ class ContinuedAnswer:
                 if (found := await self._ask_as_chat(seam, marked, markers, [*prompt_ids, *ids], tokens)) is not None:
                     return found
                 continue
+            if not seam.builder.knows_end(marked):
+                break
             body = seam.builder.body_of_ids(prompt_ids, ids, tokens, marked)
             return _Next(marked, tokens, Api.COMPLETIONS, body), await self._read(TextRequest.of(Api.COMPLETIONS, body))
         raise CannotContinue(Why.REASONING)
 
     async def _ask_as_chat(
-        self, seam: Seam, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
+        self, seam: Seam | ChoiceSeams, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
         """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
         begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
@@ -220,7 +230,7 @@ class ContinuedAnswer:
         """Let the current engine go on, since there is no other."""
         self._next = None
 
-    def _is_stuck(self, seam: Seam) -> bool:
+    def _is_stuck(self, seam: Seam | ChoiceSeams) -> bool:
         """True if the current engine took over here, and got no further."""
         return self.goes_on and self._reached == seam.reached
 
@@ -230,13 +240,15 @@ class ContinuedAnswer:
             self.counters.count(why)
             id = self.request.id or "without an id"
             _log.info("request %s: its answer ends with an error, because %s", id, CannotContinue(why))
-        withheld = (b"" if self.seam is None else self.seam.withheld) or self._withheld
-        if withheld:
-            await self.request.send({"type": "http.response.body", "body": withheld})
+        failure, seam = self._failure, self.seam
+        if seam is not None and seam.error is not None:
+            failure = seam.error, seam.withheld
+        if failure is not None:
+            await self.request.end_failed(*failure)
         else:
-            await self.request.break_off(ErrorKind.BAD_GATEWAY, str(self.lost))
+            await self.request.break_off(ErrorKind.BAD_GATEWAY, self.lost)
 
-    async def _count(self, seam: Seam, rest: Rest) -> int:
+    async def _count(self, seam: Seam | ChoiceSeams, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
         that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
         if rest.lag == 0 or not rest.parts:

@@ -8,7 +8,8 @@ from urllib.parse import parse_qs
 from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas_router.proxy.form_body import find_form_model
-from kvatlas_router.proxy.json_body import read_object
+from kvatlas_router.proxy.headers import RawHeaders
+from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.proxy.large_body import find_model
 from kvatlas_router.tenancy.withheld_fields import withhold_from_tenants
 from kvatlas_router.tokens.text_request import Api, TextRequest, is_large
@@ -88,7 +89,7 @@ async def read_call(
 
     Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
     """
-    if path in FORMS or (path not in INFERENCE and _is_form(content_type)):
+    if is_form(path, content_type):
         return EngineCall(find_form_model(content_type, body, of_tenant=of_tenant) or _model_in_query(query), body)
     letters = min(len(body), MOST_LETTERS)
     if not body:
@@ -128,8 +129,23 @@ def is_ambiguous(path: str) -> bool:
     return "" in parts[:-1] or bool({".", ".."} & set(parts)) or not path.isprintable()
 
 
-def _is_form(content_type: str) -> bool:
-    return content_type.lower().startswith("multipart/")
+def read_type(headers: RawHeaders) -> str:
+    """The body's type. Raises UnreadableBody unless engines can read its encoding, and agree on its type."""
+    types = []
+    for name, value in headers:
+        if name == b"content-type":
+            types.append(value)
+        elif name in (b"content-encoding", b"x-body-compressed") and value.strip().lower() not in (b"", b"identity"):
+            said = value.decode("latin-1")
+            raise UnreadableBody(f"{name.decode()} is {said[:80]!r}; remove it: engines read no compressed bodies")
+    if len(types) > 1:
+        raise UnreadableBody("content-type is given more than once; expected one")
+    return types[0].decode("latin-1") if types else ""
+
+
+def is_form(path: str, content_type: str) -> bool:
+    """True if the call's body is read as a form; any other is read as JSON, whatever its content type, as engines do."""
+    return path in FORMS or (path not in INFERENCE and content_type.lower().startswith("multipart/"))
 
 
 def _model_in_query(query: bytes) -> str | None:

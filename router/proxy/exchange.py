@@ -1,4 +1,4 @@
-"""One request through the proxy, from its arrival to its record: reads the prompt, and leaves it to `WorkerTries`."""
+"""One request through the proxy, from its arrival to its record: reads the prompt, and leaves it to `WorkerAttempts`."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ProxyCounters
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.proxy.request_trace import request_span
-from kvatlas_router.proxy.worker_tries import WorkerTries
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_router.tenancy.limits import OverLimit
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest
@@ -29,6 +29,9 @@ from router_client.decision.request_hints import RequestHintHeaders
 _log = logging.getLogger("kvatlas_router.proxy")
 
 _METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
+AGAIN_S = 5.0
+"""A cancelled request that still runs after this time is cancelled again: what it waits for may have swallowed the
+cancellation (see `kvatlas.runtime.background_task`), or its clean-up takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Exchange:
         catalogue: Catalogue,
         objects: ObjectHolders,
         admission: Admission,
-        tries: WorkerTries,
+        worker_attempts: WorkerAttempts,
         counters: ProxyCounters,
         settings: ExchangeSettings | None = None,
     ) -> None:
@@ -56,7 +59,7 @@ class Exchange:
         self._catalogue = catalogue
         self._objects = objects
         self._admission = admission
-        self._tries = tries
+        self._worker_attempts = worker_attempts
         self._counters = counters
         self._settings = settings or ExchangeSettings()
         self._running: dict[asyncio.Task[Any], ClientRequest] = {}
@@ -98,7 +101,7 @@ class Exchange:
             except asyncio.CancelledError:
                 if not (self._cutting or request.gone):
                     raise
-                is_cut = not request.gone
+                is_cut = not (request.gone or request.complete)
             finally:
                 del self._running[answering]
                 self._record_end(request)
@@ -113,7 +116,13 @@ class Exchange:
         if not request.complete:
             request.gone = True
             self._counters.gone += 1
+            self._cancel(answering)
+
+    def _cancel(self, answering: "asyncio.Task[Any]") -> None:
+        """Cancel a request until it has ended."""
+        if answering in self._running:
             answering.cancel()
+            answering.get_loop().call_later(AGAIN_S, self._cancel, answering)
 
     def _record_end(self, request: ClientRequest) -> None:
         sent = request.for_engine
@@ -127,13 +136,12 @@ class Exchange:
         """Wait until no request runs."""
         while self._running:
             await asyncio.wait(self._running)
-            await asyncio.sleep(0)
 
     def cut(self) -> int:
         """End all running requests, each with an error for its client. Returns their number."""
         self._cutting = True
         for answering in self._running:
-            answering.cancel()
+            self._cancel(answering)
         return len(self._running)
 
     async def _answer(self, request: ClientRequest) -> None:
@@ -168,7 +176,7 @@ class Exchange:
         async def read_prompt(text: TextRequest) -> RequestPrompt:
             return complete(await self._reader.read(text, request.id, request.caller), text)
 
-        await self._tries.run(request, complete(read, request.text), read_prompt)
+        await self._worker_attempts.run(request, complete(read, request.text), read_prompt)
 
     def _heeds_hints(self, request: ClientRequest) -> bool:
         return self._settings.request_hints and request.is_trusted
@@ -186,7 +194,7 @@ class Exchange:
             scope = Scope(holder.endpoint.model_id, holder.endpoint.tokenizer_id)
             if request.caller.tenant_id is not None:
                 scope = replace(scope, tenant_id=request.caller.tenant_id)
-            read = self._reader.guess(scope, request.letters, request.id)
+            read = self._reader.guess(scope, request.letters, request.id, request.caller)
         else:
             read = await self._read_prompt(request)
         return replace(read, prompt=only_for(read.prompt, holder))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from kvatlas.block_lookup.hash_client import EngineHashes
 from kvatlas.cost.rates_file import read_profile
+from kvatlas.ejection import EjectionStore
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.redis.answering_index import AnsweringIndex
-from kvatlas.outliers import OutlierStore
 from kvatlas.request import Slo
 from kvatlas.reservations import RedisReservations
 from kvatlas.settings import RoutingSettings
@@ -26,8 +26,8 @@ from kvatlas.telemetry import export_metrics
 from kvatlas_router.admission.admission import Admission, AdmissionCounters, AdmissionSettings
 from kvatlas_router.admission.queue import AdmissionQueue, QueueSettings
 from kvatlas_router.disaggregation.pair_booker import PairBooker
-from kvatlas_router.outliers.avoidance import Avoidance
-from kvatlas_router.outliers.monitor import OutlierMonitor
+from kvatlas_router.ejection.avoidance import Avoidance
+from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.progress.engine_progress import Probe
 from kvatlas_router.progress.monitor import ProgressMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
@@ -59,7 +59,7 @@ PROBE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """`client` chooses and books; `reader` turns requests into prompts in the scopes of `catalogue`. `outliers` and `progress`
+    """`client` chooses and books; `reader` turns requests into prompts in the scopes of `catalogue`. `ejections` and `progress`
     find the workers to avoid: those that fail, and those that stall. `short_calls`: client for quick engine calls.
     `addresses`: which addresses engines may have. `fleet` and `index`: the store's view of workers, for the status page."""
 
@@ -67,7 +67,7 @@ class RequestRouter:
     reader: RequestReader
     catalogue: Catalogue
     tokens: TokenCounters
-    outliers: OutlierMonitor
+    ejections: EjectionMonitor
     progress: ProgressMonitor
     short_calls: EngineClient
     addresses: AddressPolicy
@@ -112,11 +112,11 @@ async def open_request_router(
         client = await stack.enter_async_context(_build_client(settings, store, reading.lookups, engine_hashes))
         stack.enter_context(export_metrics("router", client.counters))
         stack.enter_context(export_metrics("answers", client.answers.counts))
-        outliers = OutlierMonitor(OutlierStore(store), client.router_id, catalogue.members_of)
-        outliers.start()
-        stack.push_async_callback(outliers.stop)
-        stack.enter_context(export_metrics("outliers", outliers.counters))
-        stack.enter_context(export_metrics("ejected", outliers))
+        ejections = EjectionMonitor(EjectionStore(store), client.router_id, catalogue.members_of)
+        ejections.start()
+        stack.push_async_callback(ejections.stop)
+        stack.enter_context(export_metrics("ejections", ejections.counters))
+        stack.enter_context(export_metrics("ejected", ejections))
         probes = await stack.enter_async_context(EngineClient(reading.addresses, PROBE_S))
         progress = _build_progress(catalogue, probes)
         client.answers.stalled_by_pool = progress.stalled_by_pool
@@ -128,7 +128,7 @@ async def open_request_router(
             reading.reader,
             catalogue,
             reading.tokens,
-            outliers,
+            ejections,
             progress,
             reading.short_calls,
             reading.addresses,
@@ -142,7 +142,7 @@ def build_admission(
 ) -> Admission:
     """Build the admission as the settings say. `apart`: prefill and decode may be on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
-    avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of, parts.progress.stalled_in)
+    avoidance = Avoidance(parts.ejections, parts.catalogue.workers_of, parts.progress.stalled_in)
     queue = AdmissionQueue(
         QueueSettings(settings.queue_requests, settings.queue_tokens, settings.queue_wait_s), parts.client
     )

@@ -1,5 +1,5 @@
-"""A request's trace: continues the caller's with a span of the router, and a child span for each try on an engine, which gets
-that span's context."""
+"""A request's trace: continues the caller's with a span of the router, and a child span for each attempt on an engine, which
+gets that span's context."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,8 +44,8 @@ def request_span(
 
 
 def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> AbstractContextManager[Span]:
-    """The CLIENT span of one try on one engine, until its answer has ended. It is a child of the current span but not current
-    itself, because both engines of a pair may answer at once. No span outside a sampled one."""
+    """The CLIENT span of one attempt on one engine, until its answer has ended. It is a child of the current span but not
+    current itself, because both engines of a pair may answer at once. No span outside a sampled one."""
     if not tracing_enabled() or not trace.get_current_span().is_recording():
         return nullcontext(INVALID_SPAN)
     parts = urlsplit(choice.url)
@@ -83,8 +83,8 @@ def trace_headers(span: Span | None = None) -> Mapping[str, str]:
     return headers
 
 
-def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None, note: str = "") -> None:
-    """Record a try on an engine, as an event of the request's span."""
+def describe_attempt(span: Span, *, worker_id: str, attempt: int, status: int | None, note: str = "") -> None:
+    """Record an attempt on an engine, as an event of the request's span."""
     if span.is_recording():
         attributes: dict[str, str | int] = {
             "kvatlas.worker": worker_id,
@@ -93,11 +93,11 @@ def describe_try(span: Span, *, worker_id: str, attempt: int, status: int | None
         }
         if status is not None:
             attributes["http.response.status_code"] = status
-        span.add_event("try", attributes)
+        span.add_event("attempt", attributes)
 
 
 def describe_engine_answer(span: Span, status: int) -> None:
-    """Record the status of an engine's answer on the try's span."""
+    """Record the status of an engine's answer on the attempt's span."""
     if span.is_recording():
         span.set_attribute("http.response.status_code", status)
         if status >= 400:
@@ -106,13 +106,13 @@ def describe_engine_answer(span: Span, status: int) -> None:
 
 
 def describe_first_token(span: Span, seconds: float) -> None:
-    """Record the first token, as an event of the try's span. `seconds`: since the client's request arrived."""
+    """Record the first token, as an event of the attempt's span. `seconds`: since the client's request arrived."""
     if span.is_recording():
         span.add_event("first token", {"kvatlas.time_to_first_token": seconds})
 
 
 def describe_usage(span: Span, usage: Usage | None) -> None:
-    """Record the tokens that an engine reports on the try's span."""
+    """Record the tokens that an engine reports on the attempt's span."""
     if usage is not None and span.is_recording():
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)

@@ -8,9 +8,9 @@ from kvatlas.errors import InvalidValue
 from kvatlas_router.admission.admission import RequestShed
 from kvatlas_router.disaggregation.bootstrap import DEFAULT_PORT
 from kvatlas_router.disaggregation.kv_sources import fetch_of, let_fetch
+from kvatlas_router.ejection.avoidance import Avoidance
+from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.held_bookings import BookingId, HeldBookings
-from kvatlas_router.outliers.avoidance import Avoidance
-from kvatlas_router.outliers.monitor import OutlierMonitor
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.prompts.request_reader import RequestReader
 from kvatlas_router.prompts.route_body import RouteBodyReader
@@ -37,7 +37,7 @@ class RouteApi:
         client: RouterClient,
         reader: RequestReader,
         catalogue: Catalogue,
-        outliers: OutlierMonitor,
+        ejections: EjectionMonitor,
         counters: ProxyCounters,
         *,
         shed: bool = False,
@@ -46,8 +46,8 @@ class RouteApi:
         self._held = held
         self._client = client
         self._bodies = RouteBodyReader(reader, catalogue)
-        self._outliers = outliers
-        self._avoidance = Avoidance(outliers, catalogue.workers_of)
+        self._ejections = ejections
+        self._avoidance = Avoidance(ejections, catalogue.workers_of)
         self._counters = counters
         self._shed = shed
 
@@ -82,7 +82,7 @@ class RouteApi:
             self._held.end(held_id, None, well=False)
             self._counters.shed += 1
             raise RequestShed(choice.retry_after_s)
-        self._outliers.record_sent(read.prompt.scope.pool_id, choice.worker_id)
+        self._ejections.record_sent(read.prompt.scope.pool_id, choice.worker_id)
         return _choice_json(held_id, choice, read, text)
 
     async def select(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
@@ -140,13 +140,13 @@ class RouteApi:
         if booking is None or not booking.pool_id:
             return
         if well:
-            self._outliers.record_good(booking.pool_id, booking.worker_id)
-            self._outliers.record_complete(booking.pool_id, booking.worker_id)
+            self._ejections.record_good(booking.pool_id, booking.worker_id)
+            self._ejections.record_complete(booking.pool_id, booking.worker_id)
         elif status == 0 or judge(status) is Verdict.ELSEWHERE:
             why = f"status {status}" if status else "no answer"
-            self._outliers.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)
+            self._ejections.record_bad(booking.pool_id, booking.worker_id, why, unreachable=not status)
         else:
-            self._outliers.record_unknown(booking.pool_id, booking.worker_id)
+            self._ejections.record_unknown(booking.pool_id, booking.worker_id)
 
 
 def _number_or_text(worker_id: str) -> int | str:

@@ -1,9 +1,10 @@
 """Answers one caller's queries. Takes and returns JSON objects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 from kvatlas.bus.partition_batch import Position
@@ -18,13 +19,20 @@ from kvatlas_router.queries.changes.change import Change, View
 from kvatlas_router.queries.changes.follow import MOST_FOLLOWERS, MOST_OF_TENANT, ChangeStreams
 from kvatlas_router.queries.counters import QueryCounters
 from kvatlas_router.queries.holders import HolderQueries, Match
-from kvatlas_router.queries.question import ANY_TENANT, Form, Question, read_question
+from kvatlas_router.queries.question import ANY_TENANT, ONLY_GROUP, Form, Question, check_length, read_question
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
+PROVE_AGAIN_S = 10.0
+"""A key that is withdrawn, or a token that ends, counts for a follower up to this long."""
+MAX_HINT_TOKENS = 1 << 17
+"""Token ids of a prompt in hints, whose fields are checked all at once."""
+
+
+Prove = Callable[[], Awaitable[Caller]]
 
 
 class QueryApi:
@@ -72,6 +80,8 @@ class QueryApi:
 
     async def read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
         """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel and Unreachable."""
+        if isinstance(tokens := body.get("token_ids"), list):
+            check_length("token_ids", len(tokens), MAX_HINT_TOKENS)
         read, _ = await self._bodies.read(body, caller)
         scope = read.prompt.scope
         if not caller.may_use(scope.adapter_id or scope.model_id):
@@ -109,8 +119,10 @@ class QueryApi:
         """A prompt of ready hashes from a chain."""
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
-    async def workers(self, model: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
+    async def workers(self, model: str | None, group: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
         """The workers that may see the caller's prompts, in the form of Dynamo's indexer. Raises Unreachable."""
+        if group not in (None, ONLY_GROUP):
+            return []
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         records = sorted((await self._catalogue.records()).items())
         return [
@@ -121,8 +133,12 @@ class QueryApi:
             and caller.may_use(record.endpoint.model_id)
         ]
 
-    async def follow(self, caller: Caller, after: Position | None) -> AsyncGenerator[Change | None, None]:
-        """See `ChangeStreams.follow`."""
+    async def follow(
+        self, caller: Caller, after: Position | None, prove: Prove | None = None
+    ) -> AsyncGenerator[Change | None, None]:
+        """See `ChangeStreams.follow`. `prove`: proves again who the caller is, while it follows; None: it has to prove nothing.
+
+        Raises ForeignTenant and what `prove` raises once the caller is no longer the same."""
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         await self._catalogue.records()
 
@@ -131,8 +147,13 @@ class QueryApi:
             return record is None or record.may_see(tenant_id)
 
         view, share = View(tenant_id, caller.may_use, sees), MOST_OF_TENANT if caller.is_proven else MOST_FOLLOWERS
+        proven_s = monotonic()
         async with aclosing(self._changes.follow(view, after, share=share)) as changes:
             async for change in changes:
+                if prove is not None and monotonic() - proven_s >= PROVE_AGAIN_S:
+                    if await prove() != caller:
+                        raise ForeignTenant("what this client may see has changed; follow again")
+                    proven_s = monotonic()
                 self.counters.changes += change is not None
                 yield change
 
@@ -157,6 +178,8 @@ class QueryApi:
             scope = None
         if scope is None:
             raise UnknownModel(f"no worker serves model {question.model[:200]!r}")
+        if question.group != ONLY_GROUP:
+            raise UnknownModel(f"no worker is in routing group {question.group[:200]!r}; all are in {ONLY_GROUP!r}")
         return replace(scope, adapter_id=question.adapter) if question.adapter is not None else scope
 
     async def _prompt(self, question: Question, scope: Scope) -> Prompt:

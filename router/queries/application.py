@@ -10,10 +10,10 @@ For operators, on a separate port unless everything is on loopback: the same que
 X-KVAtlas-Tenant, and /metrics, /status.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from kvatlas.errors import InvalidValue, KvatlasError, Unreachable
 from kvatlas.runtime.certificate_files import certificates_in_use
@@ -31,17 +31,15 @@ from kvatlas.version import own_version
 from kvatlas_router.client_access import ClientBorders, caller_of
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.prompts.request_reader import UnknownModel
-from kvatlas_router.proxy.json_body import read_object
 from kvatlas_router.queries.api import QueryApi
 from kvatlas_router.queries.changes.change import Change, position_text, read_position
 from kvatlas_router.queries.changes.follow import PositionLost
 from kvatlas_router.queries.counters import QueryCounters
+from kvatlas_router.queries.question_body import read_question_body
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.refusals import ForeignTenant
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
-LARGE_BODY = 64 << 10
-"""Larger bodies, in bytes, are read in a thread, since their JSON takes milliseconds."""
 CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
 """Paths by which other indexers are changed; refused here."""
 
@@ -67,23 +65,25 @@ class IndexApplication:
         ]
         for_operators = [METRICS_ROUTE, Route("/status", self._status)]
         handlers = {HTTPException: _http_error}
-        of_clients = self._questions(lambda request: caller_of(request.scope))
+        of_clients = self._questions(lambda request: caller_of(request.scope), borders.prove_again)
         own = Starlette(routes=[*probes, *of_clients, *([] if apart else for_operators)], exception_handlers=handlers)
         self.asgi: ASGIApp = borders.guard(own)
         of_operators = self._questions(lambda request: borders.caller_of_operator(request.scope))
         routes = [*probes, *of_operators, *for_operators]
         self.control = Starlette(routes=routes, exception_handlers=handlers) if apart else None
 
-    def _questions(self, who: WhoAsks) -> list[Route]:
+    def _questions(self, who: WhoAsks, prove: Callable[[Scope], Awaitable[Caller]] | None = None) -> list[Route]:
         api = self._api
 
         async def workers(request: Request) -> Response:
-            found = await api.workers(request.query_params.get("model_name"), who(request))
+            asked = request.query_params
+            found = await api.workers(asked.get("model_name"), asked.get("routing_group"), who(request))
             return JSONResponse(list(found))
 
         async def changes(request: Request) -> Response:
             given = request.headers.get("last-event-id") or request.query_params.get("after") or ""
-            found = api.follow(who(request), read_position(given) if given else None)
+            again = None if prove is None else partial(prove, request.scope)
+            found = api.follow(who(request), read_position(given) if given else None, again)
             first = await anext(found)  # raises errors before the answer has a status
             return StreamingResponse(_as_events(first, found), media_type="text/event-stream")
 
@@ -135,12 +135,8 @@ def _event(change: Change | None) -> bytes:
 
 def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        caller, body = who(request), await request.body()
-        if len(body) > LARGE_BODY:
-            read, _ = await asyncio.to_thread(read_object, body)
-        else:
-            read, _ = read_object(body)
-        return JSONResponse(await answer(read, caller))
+        caller = who(request)
+        return JSONResponse(await answer(await read_question_body(await request.body()), caller))
 
     return handle
 

@@ -8,7 +8,7 @@ from time import perf_counter
 from starlette.requests import ClientDisconnect
 
 from kvatlas.errors import KvatlasError, Unreachable
-from kvatlas.runtime.http_guard import BodyTooLong
+from kvatlas.http.guard import BodyTooLong
 from kvatlas.telemetry.distribution import Distribution
 from kvatlas_router.tenancy.refusals import KeysUnknown
 

@@ -14,12 +14,14 @@ from kvatlas.blocks.external_chain import MAX_HASH, MIN_HASH
 from kvatlas.blocks.hashing import chain_of_local_hashes, pack_hashes
 from kvatlas.errors import InvalidValue
 
-MAX_TOKENS = 4_000_000
-MAX_HASHES = 65_536
-"""A million tokens in blocks of 16."""
+MAX_TOKENS = 1 << 20
+MAX_HASHES = MAX_TOKENS // 16
+"""As many tokens, in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
 """Means the caller's own tenant, since a query must name one."""
+ONLY_GROUP = "default"
+"""The routing group of all workers, as Dynamo names it."""
 
 
 class Form(Enum):
@@ -31,7 +33,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as named in the query."""
+    """`hashes`: packed sequence hashes, instead of `tokens`. `tenant`: as named in the query. `group`: routing group."""
 
     form: Form
     model: str
@@ -42,6 +44,7 @@ class Question:
     block_size: int | None
     instance: str | None
     salt: str | None
+    group: str = ONLY_GROUP
 
 
 def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
@@ -75,6 +78,7 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
         block_size,
         _text(body, "instance_id"),
         salt,
+        _text(body, "routing_group") or ONLY_GROUP,
     )
 
 

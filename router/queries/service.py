@@ -3,12 +3,14 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
 
 import anyio
 
 from kvatlas.addresses import is_loopback
 from kvatlas.errors import SettingsError
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.server import listen, serve
+from kvatlas.runtime.descriptors import most_requests
 from kvatlas.settings import IndexServerSettings
 from kvatlas.telemetry import export_metrics
 from kvatlas_router.client_access import open_borders
@@ -23,6 +25,7 @@ from kvatlas_router.tokens.prompt_reader import PromptSettings
 
 GRACE_S = 2
 CLOSE_S = 5.0
+MOST_GRPC_CONNECTIONS = 1_024
 
 _log = logging.getLogger("kvatlas_router.queries")
 
@@ -36,7 +39,9 @@ async def run_index_server(
     LayoutMismatch if the store can't be used and `wait` is off.
     """
     with ExitStack() as listeners:
-        listener = listen(settings.host, settings.port, "the index server", settings.http)
+        access = settings.http
+        access = replace(access, connections=min(access.connections, most_requests()))
+        listener = listen(settings.host, settings.port, "the index server", access)
         listeners.callback(listener.close)
         control = None
         if settings.control_is_apart:
@@ -93,7 +98,7 @@ async def _serve_grpc(
         return None
     try:
         from kvatlas_router.gateway.certificate import from_files
-        from kvatlas_router.queries.grpc_api.server import GrpcAddress, GrpcServer
+        from kvatlas_router.queries.grpc_api.server import GrpcServer
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"--grpc-port needs {error.name}, which is not installed: pip install 'kvatlas[gateway]'"
@@ -102,7 +107,13 @@ async def _serve_grpc(
         raise SettingsError("--grpc-port and --http-token-file are both given; gRPC needs --clients-file")
     certificate, key = settings.http_cert_file, settings.http_key_file
     credentials = from_files(certificate, key) if certificate is not None and key is not None else None
-    server = GrpcServer(api, entrance, GrpcAddress(settings.host, settings.grpc_port, credentials))
-    await server.start()
+    # each connection takes three descriptors; a client has one connection for all its calls
+    most = min(settings.http_connections, MOST_GRPC_CONNECTIONS, max(1, most_requests() // 3))
+    access = replace(settings.http, connections=most, cert_file=None, key_file=None, client_ca_file=None)
+    listener = listen(settings.host, settings.grpc_port, "the index server's gRPC (--grpc-port)", access)
+    stack.callback(listener.close)
+    server = GrpcServer(api, entrance, listener, credentials)
+    stack.enter_context(export_metrics("http", server.refused))
     stack.push_async_callback(server.stop)
+    await server.start()
     return server.port

@@ -23,7 +23,7 @@ from kvatlas.status_page.content import (
 from kvatlas.status_page.probe import PromptKind, Query
 from kvatlas.status_page.workers import blocks_cell
 from kvatlas_router.disaggregation.pair_booker import Booked, PairBooker
-from kvatlas_router.outliers.avoidance import Avoidance
+from kvatlas_router.ejection.avoidance import Avoidance
 from kvatlas_router.proxy.request_router import RequestRouter
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
@@ -53,7 +53,7 @@ class PromptProbe:
         self._client = parts.client
         self._reader = parts.reader
         self._catalogue = parts.catalogue
-        self._avoidance = Avoidance(parts.outliers, parts.catalogue.workers_of)
+        self._avoidance = Avoidance(parts.ejections, parts.catalogue.workers_of)
         self._pairs = pairs
 
     async def models(self) -> Mapping[str, str]:

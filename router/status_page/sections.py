@@ -121,7 +121,7 @@ def _share_cell(part: int, whole: int) -> Cell:
 
 
 def _facts(parts: RequestRouter, exchange: Exchange) -> Sequence[Fact]:
-    counters, ejected, stalled = parts.client.counters, parts.outliers.ejected(), parts.progress.stalled()
+    counters, ejected, stalled = parts.client.counters, parts.ejections.ejected(), parts.progress.stalled()
     late_s = counters.decision_time.quantile(0.99)
     saved = f"{counters.saved_tokens / counters.prompt_tokens:.0%}" if counters.prompt_tokens else None
     facts = [

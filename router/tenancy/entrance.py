@@ -52,6 +52,11 @@ class Entrance:
         self._counters.proven += 1
         return caller
 
+    def count_too_long(self, caller: Caller, line: str) -> None:
+        """Count a request above its client's limit, and report why it is refused."""
+        self._counters.too_long += 1
+        self._refusals.report("too long", f"request of client {caller.name} refused: {line}")
+
     async def admit_caller(self, caller: Caller) -> Permit:
         """Admit one request of a proven sender. Raises OverLimit."""
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvatlas.errors import InvalidValue, SettingsError
-from kvatlas.runtime.http_access import keys_in
+from kvatlas.http.access import keys_in
 from kvatlas.validation import matches
 from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.clients_file import Client, Clients, is_tenant_name

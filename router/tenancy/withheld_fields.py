@@ -1,4 +1,4 @@
-"""What no tenant's client may say to an engine, because engines take it as if all clients trusted each other.
+"""Fields that no tenant's client may send to an engine, because engines treat them as if all clients trusted each other.
 
 `rid` and `request_id` name a request within its engine: SGLang 0.5.23 and vLLM 0.33 keep a response under the name that its
 body gives, so a client could replace another's, or read it. `priority` puts a request before all others in the engine's own
@@ -30,7 +30,7 @@ FIELDS = frozenset(
 """Fields of a body. Engines do what the rest of it says without them."""
 PRIORITY_HEADER = b"x-vllm-priority"
 HEADERS = frozenset({b"x-request-id", PRIORITY_HEADER})
-"""Headers that say the same, to vLLM."""
+"""Headers with the same effect in vLLM."""
 _FEATURES = "features"
 _GENERATE = "/generate"
 """SGLang's own call, where `lora_path` is the only name of a model: one text counts as it, a list does not."""
@@ -42,8 +42,8 @@ _MEDIA = ("image", "audio", "video", "vision")
 
 
 def withhold_from_tenants(path: str, body: bytes, decoded: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """A decoded body, and its text, without what tenants' clients may not say. Raises NotForClients for what can't be left
-    out."""
+    """A decoded body, and its text, without the fields that tenants' clients may not send. Raises NotForClients for what can't
+    be left out."""
     if decoded.get(_FEATURES):
         raise NotForClients(f"{_FEATURES} is in the body; remove it: clients of several tenants may not name media")
     foreign = FIELDS & decoded.keys()

@@ -105,12 +105,16 @@ class BudgetedTokenizer:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        error = task.exception()
-        if isinstance(error, Exception) and not isinstance(error, KvatlasError):
+        try:
+            return task.result()
+        except KvatlasError:
+            raise
+        except Exception as error:
             # a tokenizer may be any user code: its errors must not fail the request
             _log.warning("tokenizer failed", exc_info=error)
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
-        return task.result()
+        finally:
+            del task  # its error's traceback has this frame: a cycle, which would keep the request for a while
 
     async def _wait_for_slot(self, began_s: float) -> None:
         slot = asyncio.ensure_future(self._slots.acquire())

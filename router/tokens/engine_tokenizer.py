@@ -172,10 +172,9 @@ class EngineTokenizer:
 
 def _outcome(asked: asyncio.Task[Reply], url: str) -> tuple[Reply | None, str]:
     """The answer, if any, and a line for the error if it is unusable."""
-    try:
-        answer = asked.result()
-    except EngineAway as error:
+    if isinstance(error := asked.exception(), EngineAway):
         return None, str(error)
+    answer = asked.result()
     cure = f"; {KEY_CURE}" if answer.status in REFUSED else ""
     return answer, f"{url}: status {answer.status}{cure}"
 

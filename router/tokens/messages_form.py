@@ -155,7 +155,7 @@ def _effort(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     thinking, config = body.get("thinking"), body.get("output_config")
     mode = thinking.get("type") if isinstance(thinking, dict) else None
     if mode is not None and (sglang or mode == "disabled"):
-        raise _unknown(f"thinking of type {mode!r:.40}")  # what that renders to depends on the model
+        raise _unknown(f"thinking of type {mode!r:.40}")  # how it is rendered depends on the model
     fields: dict[str, Any] = {}
     if isinstance(config, dict) and config.get("effort") is not None:
         fields["reasoning_effort"] = "max" if sglang and config["effort"] == "xhigh" else config["effort"]
@@ -168,7 +168,7 @@ def _effort(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
 
 def _blocks(content: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise _unknown("content that is no list of objects")
+        raise _unknown("content that is not a list of objects")
     return content
 
 

@@ -51,8 +51,7 @@ class PromptReader:
 
     async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
         """Raises InvalidValue for a request that no engine would accept."""
-        if request.tenant_id != scope.tenant_id:
-            request = request.of_engines(request.kind, request.model_id, scope.tenant_id)
+        request = request.of_engines(request.kind, scope)
         tokens, why = await self._tokenize(request)
         limits = request.output_limits
         if tokens is None:

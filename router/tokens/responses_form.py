@@ -60,7 +60,7 @@ def _add(messages: list[dict[str, Any]], item: Any, *, sglang: bool) -> None:
                 last.setdefault("tool_calls", []).append(call)
         case "function_call_output":
             if not isinstance(output := item.get("output"), str):
-                raise _unknown("a call's output that is no text")
+                raise _unknown("a call's output that is not text")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning" if not sglang and not item.get("encrypted_content"):
             text = _first_text(item.get("content") or item.get("summary"))
@@ -117,10 +117,10 @@ def _first_text(content: Any) -> str:
 def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     tools = []
     if not isinstance(asked := body.get("tools") or [], list):
-        raise _unknown("tools that are no list")
+        raise _unknown("tools that are not a list")
     for tool in asked:
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _unknown("a tool that is no function")  # one that the engine brings
+            raise _unknown("a tool that is not a function")  # a tool that is built into the engine
         function = {name: tool[name] for name in tool if name != "type"}
         if sglang:  # it sets these fields in any case, and shows the template all that are set
             if tool.get("description") is None:

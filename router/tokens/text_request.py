@@ -10,6 +10,7 @@ from kvatlas.blocks.reuse import CacheReading
 from kvatlas.dataclass import dataclass
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas.runtime.json_text import decode
 from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
@@ -64,15 +65,14 @@ _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `model_id`: the kind of
-    its engines and their model, which decide how a conversation is rendered. `tenant_id`: only engines that may see this
-    tenant's prompts may tokenize it; None: not known yet."""
+    """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `scope`: the kind of its
+    engines, and its identity scope, whose model decides with it how a conversation is rendered. Only engines that serve the
+    scope, and may see its tenant's prompts, may tokenize it. None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
     kind: EngineKind = EngineKind.VLLM
-    model_id: str | None = None
-    tenant_id: str | None = None
+    scope: Scope | None = None
 
     @classmethod
     def parse(cls, api: Api, body: bytes) -> Self:
@@ -90,9 +90,14 @@ class TextRequest:
             _ = request.prompt  # raises for anything else
         return request
 
-    def of_engines(self, kind: EngineKind, model_id: str | None, tenant_id: str | None) -> "TextRequest":
+    def of_engines(self, kind: EngineKind, scope: Scope) -> "TextRequest":
         """The same request, once its engines are known."""
-        return TextRequest(self.api, self.body, kind, model_id, tenant_id)
+        return TextRequest(self.api, self.body, kind, scope)
+
+    @property
+    def model_id(self) -> str | None:
+        """The model of its engines."""
+        return None if self.scope is None else self.scope.model_id
 
     @property
     def session_id(self) -> str | None:
@@ -198,6 +203,11 @@ class TextRequest:
         """The number of answers that it asks for per prompt."""
         n = self.sampling.get("n")
         return n if isinstance(n, int) and n > 1 else 1
+
+    @property
+    def all_choices(self) -> int:
+        """The number of answers that it asks for."""
+        return self.choices * self.prompts
 
     @property
     def prompt(self) -> str | Sequence[int]:

@@ -58,8 +58,8 @@ _RENDERED = frozenset({"chat_template", "chat_template_kwargs", "documents", "fu
 
 
 def _is_short(request: TextRequest, letters: int) -> bool:
-    """True if rendering and tokenizing takes little time: the prompt has fewer `letters`. In a conversation every name and
-    value counts, and one more for each, because templates read more fields than those with text."""
+    """True if rendering and tokenizing takes little time: the prompt has fewer `letters`. In a conversation, every name and
+    value counts, plus one letter each, because templates read more fields than those with text."""
     if _RENDERED & request.body.keys():
         return False
     if not request.api.is_conversation:

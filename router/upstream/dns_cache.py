@@ -15,7 +15,7 @@ class NameLookups:
         self._running: dict[str, asyncio.Task[list[str]]] = {}
 
     async def addresses(self, name: str) -> list[str]:
-        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for what is no name."""
+        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for text that is not a name."""
         known_at, known = self._known.get(name, (0.0, []))
         if known and asyncio.get_running_loop().time() - known_at <= RESOLVED_S:
             return known
@@ -24,9 +24,12 @@ class NameLookups:
             lookup = self._running[name] = asyncio.create_task(self._look_up(name))
             lookup.add_done_callback(_take_failure)
         await asyncio.wait((lookup,))
-        if lookup.cancelled():
-            raise OSError(None, "the DNS lookup did not finish")
-        return lookup.result()
+        try:
+            if lookup.cancelled():
+                raise OSError(None, "the DNS lookup did not finish")
+            return lookup.result()
+        finally:
+            del lookup  # see `wait_patiently`
 
     def close(self) -> None:
         """Give up the running lookups."""

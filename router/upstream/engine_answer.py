@@ -1,4 +1,4 @@
-"""One try on one engine: its answer from the first byte on, or why there is none."""
+"""One attempt on one engine: its answer from the first byte on, or why there is none."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from kvatlas.errors import KvatlasError
 from kvatlas.runtime.json_text import decode
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import can_be_read, header_value, is_json
-from kvatlas_router.progress.watched_try import WatchedTry
+from kvatlas_router.progress.watched_attempt import WatchedAttempt
 from kvatlas_router.upstream.engine_client import EngineClient, EngineLost, EngineUnreachable, IncomingAnswer
 from kvatlas_router.upstream.engine_connection import RawHeaders
 from router_client.learning.timings import AnswerClock
@@ -51,7 +51,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """A complete answer. `clock`: when it arrived. `span`: of its try."""
+    """A complete answer. `clock`: when it arrived. `span`: of its attempt."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -66,14 +66,14 @@ class StreamedAnswer:
     gives it up but not for good; after `watched.stay()`, it can be read on.
 
     `clock`: started with the request; the answer's reader counts parts on it. `events`: the answer is an uncompressed stream of
-    server-sent events. `span`: of its try."""
+    server-sent events. `span`: of its attempt."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     first: bytes
     rest: IncomingAnswer
     clock: AnswerClock
-    watched: WatchedTry
+    watched: WatchedAttempt
     events: bool = True
     span: Span = INVALID_SPAN
 
@@ -118,9 +118,9 @@ def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused
     return EngineRefused(f"{url} returned an error: {error.line}", whole)
 
 
-class EngineTry:
-    """`async with EngineTry(...) as answer`: one request to one engine; leaving the block before the answer's end closes the
-    connection.
+class EngineAttempt:
+    """`async with EngineAttempt(...) as answer`: one request to one engine; leaving the block before the answer's end closes
+    the connection.
 
     The answer has any status: a successful one that is not JSON is here from its first bytes on, any other when complete.
     Raises EngineUnreachable if the engine is down, and EngineStalled if `watched` gives it up; once it has begun, see
@@ -132,12 +132,12 @@ class EngineTry:
     def __init__(
         self,
         client: EngineClient,
-        watched: WatchedTry,
+        watched: WatchedAttempt,
         base_url: str,
         request: EngineRequest,
         headers: list[tuple[bytes, bytes]],
     ) -> None:
-        """`watched`: ends with this try."""
+        """`watched`: ends with this attempt."""
         self._client = client
         self._watched = watched
         self._base_url = base_url
@@ -182,7 +182,7 @@ def _url(base_url: str, request: EngineRequest) -> str:
     return f"{url}?{request.query.decode('latin-1')}" if request.query else url
 
 
-async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedTry, base_url: str) -> Answer:
+async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedAttempt, base_url: str) -> Answer:
     watched.status = incoming.status
     headers = _without_other_places(incoming.headers, base_url)
     if not 200 <= incoming.status < 300 or is_json(headers):

@@ -32,6 +32,8 @@ async def wait_patiently(
         if not task.done():
             await end_tasks([task])
         raise
+    finally:
+        del task  # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
 
 
 def _discard(discard: Callable[[T], object], task: "asyncio.Task[T]") -> None:

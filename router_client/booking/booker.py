@@ -85,7 +85,7 @@ class Booker:
     # ------------------------------------------------------------ in the store, with the other routers
 
     def may_call_store(self) -> bool:
-        """False while the store is spared after failures; see `CircuitBreaker.may_call`."""
+        """False while calls to the store are suspended after failures; see `CircuitBreaker.may_call`."""
         return self._breaker.may_call()
 
     @property
@@ -165,8 +165,8 @@ class Booker:
         return self._own.evaluate_now(pool_id, ask)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the
-        queue for its own requests. If the store was only late, they do not overtake those that waited there."""
+        """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the queue
+        for its own requests. If the store was only late, they don't overtake the requests that wait there."""
         pool_id = prompt.scope.pool_id
         self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False, waits=True)
@@ -186,7 +186,7 @@ class Booker:
         return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
     def wait_without_room(self, prompt: Prompt, evaluation: Evaluation) -> None:
-        """Let a prompt that may wait do so unless what was chosen without reservations has room. Raises MustWait and
+        """Make a prompt that may wait do so, unless the worker chosen without reservations has room. Raises MustWait and
         QueueIsFull."""
         if (waiting := prompt.waiting) is None or not waiting.may_wait:
             return

@@ -79,7 +79,7 @@ class Decider:
         self._distance = distance
         self._policy = RoutingPolicy(settings)
         self._apart_until: dict[Scope, float] = {}
-        """Until when choices look up apart: blocks in other tiers than HBM have to be priced, one call would read too many
+        """Until when choices make a separate lookup, because blocks outside HBM have to be priced, one call would read too many
         workers, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
@@ -255,7 +255,7 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: only one of several tries is counted."""
+        """The case with what the pool's workers hold. `counts`: only one of several attempts is counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:
@@ -418,7 +418,7 @@ class Decider:
 
 
 def _record_fetchable(case: Case) -> None:
-    """Let the pool learn how much of its prompts is worth keeping, if they may be fetched."""
+    """Record the prompt for the pool's working set, if its blocks may be fetched."""
     pool, size = case.pool, case.pool.usual_block_size
     if case.prompt.fetch_by and pool.sources and size is not None:
         chain = case.lookup.chains.get(size) or PromptChain(case.prompt, size)
@@ -426,8 +426,8 @@ def _record_fetchable(case: Case) -> None:
 
 
 def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
-    """The prompt, waiting only for those of these workers of the pool whose caches can hold it. It does not wait if there are
-    none: room would never come."""
+    """The prompt, set to wait only for those of these workers whose caches can hold it. If there are none, it does not wait,
+    because there would never be room."""
     if prompt.waiting is None or not prompt.waiting.may_wait:
         return prompt
     fit = workers & pool.serving_prompts_of(prompt.input_tokens)

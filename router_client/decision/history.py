@@ -35,8 +35,8 @@ class Tally:
 
 
 class PastDecision(NamedTuple):
-    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: its cost profile does not predict it. `basis`: the
-    grounds of the choice; `why`: set unless it was by cost."""
+    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: its cost profile does not predict it. `basis`: of the
+    choice; `why`: set unless it was by cost."""
 
     at_us: int
     worker_id: str

@@ -22,7 +22,7 @@ PRIOR_FETCHES = 0.5
 RECOVERS_S = 60.0
 """Seconds in which all evidence loses two thirds of its weight."""
 CONGESTION = 10.0
-"""What an engine computes again delays other requests too: its cost as a multiple of its time."""
+"""Cost of what an engine computes again, as a multiple of its time, because it delays other requests too."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class Fetches:
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
         """See `FetchKnowledge`. A copy displaces other blocks, which are missed unless another worker holds them too.
 
-        If copies are placed at random, and the working set fits `capacity_tokens` n times, a share of exp(-n) of it is held
-        by none. 1: copies cost as much as computing, so nothing is fetched; as while the working set is not known yet.
+        If copies are placed at random, and the working set fits `capacity_tokens` n times, a share of exp(-n) of it is held by
+        none. 1: copies cost as much as computing, so nothing is fetched. The same applies while the working set is unknown.
         """
         if capacity_tokens is None:
             return UNKNOWN_DISPLACED

@@ -64,5 +64,5 @@ class OutputLengths:
 
 
 def _size_class(limits: OutputLimits) -> int:
-    """A class for requests that allow about as much, within a factor of 2."""
+    """A class of requests whose limits are within a factor of 2."""
     return 0 if limits.most is None else limits.most.bit_length()

@@ -33,7 +33,7 @@ REPORT_S = 2.0
 """Interval of reports; unchanged ones are repeated because the store expires reports after 60 s."""
 CALL_S = 1.0
 LATELY_S = 60.0
-"""Time that requests of tenants that workers don't have are reported."""
+"""How long requests that went to another tenant's workers are reported."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
 """Modes of a choice that looked up the index."""

@@ -44,7 +44,7 @@ FADES_IN = 16.0
 """A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's
 requests. After FADES_IN more, a third of it is left."""
 STEPS = 4
-"""Number of steps on that way at which its rates are estimated again."""
+"""Number of steps in which its evidence fades; its rates are estimated again at each."""
 ESTIMATES_A_SLICE = 8
 """Estimates to make, at 0.3 ms each, before other tasks get their turn."""
 

@@ -51,7 +51,7 @@ class Timings:
 
 
 class Lateness(Protocol):
-    """Lateness of what measures times; `LoopLateness` is one."""
+    """Lateness of whatever measures the times, such as `LoopLateness`."""
 
     def watch(self, watcher: object) -> None: ...
 

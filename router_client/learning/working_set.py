@@ -15,7 +15,7 @@ from kvatlas.reservations import STEP_BLOCKS
 
 KEPT_S = 120.0
 LEARNED_S = 10.0
-"""Before, too few prompts were seen to know."""
+"""Until this much time has passed, the size is unknown."""
 MOST_FOLLOWED = 16_384
 _MIX = 0x9E3779B97F4A7C15
 

@@ -106,8 +106,8 @@ class CopySources:
                     deepest[place] = [copy]
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
-        """Equal copies that are deeper than the reader's own, at most twice a group: the deepest, and the deepest in its own
-        domain; of either also those without a size, if they are as deep."""
+        """Copies that are deeper than the reader's own, in up to two groups of equals: the deepest, and the deepest in the
+        reader's domain. Each group includes copies of unknown size that are as deep."""
         seen: set[str] = set()
         for key in _meeting_points(reader):
             for domain in (reader.locality_domain, None):
@@ -151,8 +151,8 @@ class CopySources:
         )
 
     def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
-        """The quote with what the deepest of the reader's shared stores holds beyond its own; of equally deep ones the one that
-        is read fastest.
+        """The quote with what the deepest of the reader's shared stores holds beyond its own; among equally deep ones, that of
+        the one that is read fastest.
 
         Nothing of a store for a worker with marks: the store does not report its other groups' blocks.
         """
@@ -183,8 +183,8 @@ def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
 
 @lru_cache(maxsize=16_384)
 def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
-    """The part of a held prefix that is in tiers with these labels, from its start on without a gap. If that is less than its
-    marks need, it is nothing: up to where others would let an engine resume is not known."""
+    """The part of a held prefix that is in tiers with these labels, from its start on without a gap. Nothing if that is less
+    than its marks need, because it is unknown where earlier marks would let an engine resume."""
     runs: list[Run] = []
     for run in held.runs:
         found = tuple(tier for tier in run.tiers if tier.label in labels)

@@ -67,7 +67,7 @@ def keep_offers(evaluation: Evaluation, kept: Sequence[int]) -> tuple[Sequence[O
 
 
 def least_members(pool: Pool) -> int:
-    """How many look-alikes of a pool the store should know, at least."""
+    """Minimum number of look-alikes of a pool that the store should know."""
     return int(KNOWN_SHARE * sum(group.size for group in pool.groups))
 
 

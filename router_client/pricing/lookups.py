@@ -70,7 +70,7 @@ class LookupQuotes:
 
 
 class MemberQuotes(Sequence[Quote]):
-    """Each made when it is read: a router reads one of those that the store returned."""
+    """Quotes that are built when they are read, because a router reads only one of those that the store returned."""
 
     def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
         self._quotes = quotes
@@ -103,7 +103,7 @@ def quote_lookup(
     explain_all: bool = False,
 ) -> LookupQuotes | None:
     """The quotes; None if the choice needs a lookup of its own first (`why_not_looked_up`). `home`: the worker of the prompt's
-    session, which the others cost `session_us` more than."""
+    session; all others cost `session_us` more."""
     if why_not_looked_up(prompt, pool, explain_all=explain_all):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes)

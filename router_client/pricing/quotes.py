@@ -27,8 +27,8 @@ from router_client.prompt import Prompt
 
 
 class Surcharge(NamedTuple):
-    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: what it
-    costs that not all that is to be fetched arrives."""
+    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: the expected
+    cost of fetched blocks that don't arrive."""
 
     kind: TermKind
     us: int
@@ -89,8 +89,8 @@ class KindQuote:
         return self.prompt.required_blocks(known) if known else 0
 
     def interference(self, factor: float) -> float:
-        """The cost of a microsecond by which a prompt delays an open request: `factor`, but 0 if nothing decodes there that
-        could wait, or if the profile predicts no time."""
+        """The cost of a microsecond by which a prompt delays an open request: `factor`, or 0 if no running answer could be
+        delayed there, or if the profile predicts no time."""
         waits = self.cold_cost.ttft_us is not None and self.example.endpoint.role is not Role.PREFILL
         return factor if waits else 0.0
 
@@ -206,7 +206,8 @@ class Quote(NamedTuple):
 
 
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
-    """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts meet, and different ones spread."""
+    """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts go to the same worker, and different ones
+    spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 

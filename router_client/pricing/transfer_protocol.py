@@ -54,7 +54,7 @@ WITHHELD_HEADERS = frozenset(
         ),
     }
 )
-"""Headers that say the same: to llm-d's routing sidecars, or what SGLang writes over a body's fields."""
+"""Headers with the same effect: those of llm-d's routing sidecars, and those that SGLang writes over a body's fields."""
 _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
 """Fields whose own fields vLLM treats like these: all of them end up in `SamplingParams.extra_args`."""
 _PASSING_PARAM = "lmcache."

@@ -184,5 +184,5 @@ class EngineCore:
     def _new_sequence(self, request: GenerationRequest, choice: int) -> EngineSequence:
         name = f"{self._model}\0{request.namespace.adapter or ''}"
         if self._answers_text:
-            return EngineSequence(request, choice, TextAnswer(name, request.prompt, choice))
+            return EngineSequence(request, choice, TextAnswer(name, request.prompt, request.seed + choice))
         return EngineSequence(request, choice, AnswerTokens(name, request.prompt, choice, self._vocab_size))

@@ -54,11 +54,11 @@ _LETTERS = b'etaoinshrdlucmfwypvbgk,.\n"\\' + 5 * b" "
 
 
 class TextAnswer:
-    """An endless answer in text, whose next letter depends on all text before it: the prompt's and its own. So another engine
-    that gets the prompt and a part of the answer, as token ids or as text, goes on with the same text."""
+    """An endless answer in text, whose next letter depends on its seed and on all text before it: the prompt's and its own. So
+    another engine that gets the prompt and a part of the answer, as token ids or as text, goes on with the same text."""
 
-    def __init__(self, model: str, prompt: Sequence[int], choice: int) -> None:
-        self._text = xxhash.xxh3_64(f"{model}\0{choice}\0".encode())
+    def __init__(self, model: str, prompt: Sequence[int], seed: int) -> None:
+        self._text = xxhash.xxh3_64(f"{model}\0{seed}\0".encode())
         self._text.update(decode(prompt).encode())
         self._tokens: list[int] = []
 

@@ -71,6 +71,7 @@ class CompletionResponse(Response):
             max_tokens=body.max_tokens,
             namespace=Namespace(adapter=adapter, cache_salt=body.cache_salt),
             choices=body.n,
+            seed=body.seed or 0,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,7 +180,7 @@ class CompletionResponse(Response):
         choice = self._choice(token.choice, answer, streamed=True)
         if self.gives_prompt_ids_in_choice:
             choice["prompt_token_ids"] = self._prompt_ids if first else None
-        usage = answer.usage() if self._body.counts_usage else None
+        usage = answer.usage(tokens=len(answer.token_ids[token.choice])) if self._body.counts_usage else None
         yield server_sent_event(self._response_body([choice], usage, self.chunk_object_name))
 
     def _end_events(self, answer: "Answer") -> Iterator[bytes]:
@@ -296,7 +297,7 @@ class Answer:
         return all(self.finish_reasons)
 
     def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
-        """`tokens`: of the answer so far; default: all that it has."""
+        """`tokens`: of one choice so far; default: all that the answer has."""
         prompt = len(self.request.prompt)
         completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {

@@ -116,6 +116,7 @@ class _Chat(_Body):
 class _Generation(_Body):
     max_tokens: int = Field(default=16, ge=1)
     n: int = Field(default=1, ge=1)
+    seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

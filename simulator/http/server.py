@@ -1,6 +1,6 @@
 """The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
 sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/kv_fetch`, `/hang` and `/resume` are
-the simulator's own: a hung engine answers its status pages and takes requests, and computes nothing.
+the simulator's own: a hung engine answers its status pages and takes requests, but computes nothing.
 """
 
 import time

@@ -1,4 +1,5 @@
-"""Stop strings in an answer, as vLLM finds them: letters that may begin one wait for those that follow."""
+"""Stop strings in an answer, as vLLM finds them: text that may begin a stop string is held back until the following text
+decides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

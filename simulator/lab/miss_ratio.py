@@ -25,7 +25,7 @@ MOST_SAMPLED_USES = 400_000
 UNHURRIED = 0.01
 """Multiple of the trace's rate at which requests of a replay don't overlap."""
 SIZES = 10
-"""Number of sizes of a curve without given sizes: each is twice the previous one, up to one that holds everything."""
+"""Default number of sizes of a curve: each is twice the previous one, and the last holds everything."""
 
 _HASHES = 1 << 64
 

@@ -68,7 +68,7 @@ class ReplaySettings(ProcessSettings):
     slo_ttft_ms: float = Field(
         default=2_000.0, gt=0, description="A good request has its first token within this time."
     )
-    slo_tpot_ms: float = Field(default=100.0, gt=0, description="And this mean time for each further one.")
+    slo_tpot_ms: float = Field(default=100.0, gt=0, description="And at most this mean time for each later token.")
     prefill_us_per_token: float = Field(
         default=_RATES.prefill_us_per_token, ge=0, description="Microseconds to compute a prompt token."
     )
@@ -80,7 +80,7 @@ class ReplaySettings(ProcessSettings):
         description="File with rates that replaces these costs, written by `kvatlas calibrate`; default: none.",
     )
     requests: Positive | None = Field(default=None, description="Replay only the first requests; default: all.")
-    jobs: Positive = Field(default=os.cpu_count() or 1, description="Replays at the same time.")
+    jobs: Positive = Field(default=os.cpu_count() or 1, description="Replays to run in parallel.")
     curve: bool = Field(
         default=False, description="Print, instead of policies, the hit rate of one cache for all requests by its size."
     )

@@ -4,6 +4,7 @@ A fleet serves requests while a real Prometheus scrapes it. In a healthy hour no
 turn, its alerts must fire, and end when the cause does. Needs Debian's `prometheus`. Exit code 0 if all went so.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -30,15 +31,27 @@ ENDS_S = 180.0
 """Hours of an alert's window take two minutes."""
 EVALUATION_S = 1.0
 """Of Prometheus, between two looks at all rules."""
-OF_A_SLOW_MACHINE = {
-    "KvatlasDecisionsSlow",
-    "KvatlasDecisionsWithoutIndex",
-    "KvatlasIndexLate",
-    "KvatlasPredictionsWrong",
-    "KvatlasTokenIdsMissing",
-}
-"""They are about times, which say nothing of a healthy fleet on a shared machine."""
+OF_A_SLOW_MACHINE = frozenset(
+    {
+        "KvatlasDecisionsSlow",
+        "KvatlasDecisionsWithoutIndex",
+        "KvatlasIndexLate",
+        "KvatlasPredictionsWrong",
+        "KvatlasTokenIdsMissing",
+    }
+)
+"""They are about times. On a shared machine, these alerts fire in a healthy fleet too."""
 _UNITS = {"s": 1, "m": 60, "h": 3_600}
+
+
+def is_busy() -> bool:
+    """Do more programs want to run than there are processors?"""
+    return os.getloadavg()[0] > len(os.sched_getaffinity(0))
+
+
+def of_the_machine() -> frozenset[str]:
+    """The alerts that other programs may cause now."""
+    return OF_A_SLOW_MACHINE if is_busy() else frozenset()
 
 
 def faster_rules(folder: Path) -> Path:
@@ -93,9 +106,11 @@ async def healthy_hour(watch: Watch) -> set[str]:
     return seen
 
 
-async def check(names: Sequence[str]) -> list[str]:
-    """What went otherwise than it should, a line each. `names`: of causes; with none a healthy hour and all of them."""
+async def check(names: Sequence[str]) -> tuple[set[str], list[str]]:
+    """The alerts that were provoked, and what went otherwise than it should, a line each. `names`: of causes; with none a
+    healthy hour and all of them."""
     wrong: list[str] = []
+    provoked: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="kvatlas-alerts-") as made:
         folder = Path(made)
         async with running_fleet(folder) as fleet, anyio.create_task_group() as group:
@@ -109,19 +124,24 @@ async def check(names: Sequence[str]) -> list[str]:
                     wrong += [f"{one} fired in a healthy hour" for one in sorted(seen)]
                 for name in names or CAUSES:
                     cause, alerts = CAUSES[name]
-                    wrong += await provoke(name.replace("_", " "), cause(fleet), alerts, watch)
+                    fired, found = await provoke(name.replace("_", " "), cause(fleet), alerts, watch)
+                    provoked |= fired
+                    wrong += found
             group.cancel_scope.cancel()
-    return wrong
+    return provoked, wrong
 
 
-async def provoke(name: str, cause: AbstractAsyncContextManager[None], alerts: set[str], watch: Watch) -> list[str]:
+async def provoke(
+    name: str, cause: AbstractAsyncContextManager[None], alerts: set[str], watch: Watch
+) -> tuple[set[str], list[str]]:
     """Make the cause, and wait until its alerts fire, and until they don't any more. Those that fire by what was done before
-    are waited for first: they would prove nothing."""
+    are waited for first: they would prove nothing. If a busy machine makes them fire, they are not judged."""
     before = await remaining(alerts, watch)
-    wrong = [f"{name}: {alert} fires already" for alert in sorted(before)]
+    unjudged = before & of_the_machine()
+    wrong = [f"{name}: {alert} fires already" for alert in sorted(before - unjudged)]
     began = monotonic()
     async with cause:
-        missing = set(alerts)
+        missing = alerts - unjudged
         async for firing in watch.looks(FIRES_S):
             missing -= firing
             if not missing:
@@ -129,11 +149,13 @@ async def provoke(name: str, cause: AbstractAsyncContextManager[None], alerts: s
         fired_s = monotonic() - began
     wrong += [f"{name}: {alert} did not fire in {FIRES_S:g} s" for alert in sorted(missing)]
     ended = monotonic()
-    left = await remaining(alerts, watch)
-    wrong += [f"{name}: {alert} still fires {ENDS_S:g} s after its cause" for alert in sorted(left)]
+    left = await remaining(alerts - unjudged, watch)
+    wrong += [f"{name}: {alert} still fires {ENDS_S:g} s after its cause" for alert in sorted(left - of_the_machine())]
     verdict = "; ".join(wrong) or f"after {fired_s:.0f} s, over {monotonic() - ended:.0f} s later"
+    if unjudged:
+        verdict += f"; not judged on a busy machine: {', '.join(sorted(unjudged))}"
     print(f"{name}: {', '.join(sorted(alerts))}: {verdict}", flush=True)
-    return wrong
+    return alerts - unjudged - missing, wrong
 
 
 async def remaining(alerts: set[str], watch: Watch) -> set[str]:
@@ -152,8 +174,7 @@ def main() -> None:
     names = sys.argv[1:]
     if unknown := sorted(set(names) - CAUSES.keys()):
         sys.exit(f"no cause: {', '.join(unknown)}; expected some of {', '.join(CAUSES)}")
-    provoked = set[str]().union(*(CAUSES[name][1] for name in names or CAUSES))
-    wrong = anyio.run(check, names)
+    provoked, wrong = anyio.run(check, names)
     print(f"{len(provoked)} of {len(ALERTS)} alerts provoked on running processes")
     sys.exit("\n".join(wrong) if wrong else 0)
 

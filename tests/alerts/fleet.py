@@ -83,7 +83,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
         wrong = sidecar("wrong", f"http://{LOOPBACK}:{http}", *wrong_ports)
         odd = stack.enter_context(odd_engine())
         odd_sidecar = sidecar("odd", odd.url, free_port(), free_port())
-        flags = ["--stream-storage", "memory", *status_port()]
+        flags = ["--stream-storage", "memory", "--scrub-period-s", "3", *status_port()]
         indexer = child("indexer", "is ready", "indexer", *servers, *flags)
         router_port = free_port()
         ports.append(router_port)

@@ -104,7 +104,9 @@ async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -
         *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
     )
     try:
-        apart = any(flag in flags for flag in ("--clients-file", "--control-port")) or host != "127.0.0.1"
+        apart = (
+            any(flag in flags for flag in ("--clients-file", "--control-port", "--cors-origins")) or host != "127.0.0.1"
+        )
         control = (await line_with("operators' port", process.stderr)).split()[-1] if apart else ""
         said = await line_with("router at", process.stderr)
         url = next(word for word in said.split() if word.startswith(("http://", "https://"))).rstrip(";")

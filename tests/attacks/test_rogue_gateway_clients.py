@@ -103,6 +103,25 @@ async def test_the_tenant_is_what_the_gateway_says(
         await attacked.gateway.nothing_is_booked()
 
 
+async def test_a_model_that_no_engine_serves_is_refused_by_an_engine_that_may_see_the_tenants_prompts(
+    envoy: EnvoyProcess, store: Store, valkey_url: str
+) -> None:
+    """However many engines of other tenants there are."""
+    async with running_gateway(envoy, store, {"any": {}}) as gateway:
+        one = record("others", "http://127.0.0.1:9")
+        for number in range(9):
+            endpoint = one.endpoint.model_copy(update={"id": f"others-{number}", "model_id": "others-model"})
+            others = one.model_copy(update={"endpoint": endpoint, "tenants": ("other",)})
+            await FleetStore(store).write({f"others-{number}": others})
+        async with running_picker(
+            valkey_url, port=envoy.ports.picker, tokenizer="none", tenant_from="metadata:" + "/".join(TENANT_METADATA)
+        ):
+            for _ in range(5):
+                answer = await gateway["of acme"].post("/v1/completions", json=body(model="unknown"))
+                assert answer.status_code == 404, answer.text
+        await gateway.nothing_is_booked()
+
+
 async def test_paths_of_administration_and_bodies_that_the_picker_can_not_read_reach_no_engine(
     envoy: EnvoyProcess, store: Store, valkey_url: str
 ) -> None:
@@ -115,6 +134,9 @@ async def test_paths_of_administration_and_bodies_that_the_picker_can_not_read_r
         for content in (b"{", b"[" * 100_000, b'{"model": "\xff"}', b'{"prompt": "\\ud800", "model": "m"}'):
             answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code == 400, content[:20]
+        for kind in ("text/plain", "image/png"):  # an engine may read any of them as JSON
+            answer = await client.post("/v1/new", content=b'{"a": "\\ud800"}', headers={"content-type": kind})
+            assert answer.status_code == 400, kind
         await attacked.gateway.nothing_is_booked()
         assert (await client.post("/v1/completions", json=body())).status_code == 200
 

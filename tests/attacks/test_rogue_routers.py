@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from kvatlas.ejection import EjectionChange, EjectionStore, Verdict
 from kvatlas.fleet_store.allowances import MOST_DEBT, Draw
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
 from kvatlas.predictions.accuracy import AnswerCounts, AnswerReport
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
@@ -41,9 +41,9 @@ async def test_false_figures_of_a_router_stop_no_request_of_others(store: Store,
     """Ejections of every worker, rates that no engine has, reports, bookings that fill all, and records that are none."""
     async with asked_router(store, valkey_url) as client:
         assert await serves(client)
-        rogue = OutlierStore(store)
+        rogue = EjectionStore(store)
         for times in range(3):
-            changes = [OutlierChange(f"w{n}", 0.0, 1e6, Verdict.EJECT, times, 1e9) for n in (1, 2, 3)]
+            changes = [EjectionChange(f"w{n}", 0.0, 1e6, Verdict.EJECT, times, 1e9) for n in (1, 2, 3)]
             await rogue.exchange(POOL, "rogue", changes)
         assert await serves(client), "at most half of a pool is left out"
         form = [word for n in (1, 2, 3) for word in (f"w{n}", b"\xc1 no evidence")]

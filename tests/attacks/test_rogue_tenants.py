@@ -207,6 +207,11 @@ async def test_operators_calls_need_their_token_and_take_the_tenant_from_a_heade
         headers = {**bearer(OPERATOR), "x-kvatlas-tenant": "acme"}
         proven = (await client.post(route, json=hints(avoid=["acmes"]), headers=headers)).json()
         assert proven["predicted_cached_tokens"] > 150
+        for proof in ({"x-api-key": OPERATOR}, {"api-key": OPERATOR, "authorization": "Basic any"}):
+            same = {**proof, "x-kvatlas-tenant": "acme"}
+            assert (await client.post(route, json=hints(avoid=["acmes"]), headers=same)).json()[
+                "predicted_cached_tokens"
+            ] > 150
         headers["x-kvatlas-tenant"] = "other"
         assert (await client.post(route, json=hints(), headers=headers)).json()["predicted_cached_tokens"] == 0
         for path in ("/pause", "/resume", "/is_paused", "/shutdown", "/v1/load_lora_adapter"):
@@ -335,6 +340,42 @@ async def test_requests_in_flight_are_bounded_and_come_back(store: Store, valkey
                 for _ in range(6):
                     tasks.start_soon(ask)
             assert answers.count(200) >= 2 and answers.count(200) + answers.count(429) == 6
+
+
+async def test_a_key_that_floods_the_queue_delays_others_by_a_turn_each(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    one_slot = {"running_decodes": 0, "forward_pass": {"active_request_slots": 0, "total_request_slots": 1}}
+    async with (
+        running_fleet(store, {"w1": {"decode_step_us": 20_000}}, {"w1": one_slot}),
+        guarded_router(valkey_url, tmp_path, None, "--queue-requests", "100", "--queue-wait-s", "600") as router,
+        http_client(base_url=router.url, timeout=600) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        ended: list[str] = []
+
+        async def ask(key: str) -> None:
+            body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 10}
+            assert (await client.post(COMPLETIONS, json=body, headers=bearer(key))).status_code == 200
+            ended.append(key)
+
+        async def waiting() -> int:
+            status = await client.get(f"{router.control}/status", headers=bearer(OPERATOR))
+            return int(status.json()["waiting"])
+
+        async def flood_waits() -> bool:
+            return await waiting() >= 40
+
+        for _ in range(60):
+            tasks.start_soon(ask, OTHER)
+        await until(flood_waits, what="the flood waits", deadline_s=60)
+        before = len(ended)
+        for _ in range(5):
+            tasks.start_soon(ask, ACME)
+        await until(lambda: ended.count(ACME) == 5, what="the others are served", deadline_s=60)
+        last = [place for place, key in enumerate(ended) if key == ACME][-1]
+        assert last - before <= 20
+        tasks.cancel_scope.cancel()
 
 
 async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_url: str, tmp_path: Path) -> None:

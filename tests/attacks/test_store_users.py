@@ -26,6 +26,7 @@ def fcall(function: str, keys: tuple[str, ...], *args: str | int | bytes, call: 
 index_ro = partial(fcall, call="FCALL_RO")
 RETIRE, FORGET, APPLY = map(INDEX_LIBRARY.function, ("kvatlas_retire", "kvatlas_forget", "kvatlas_apply"))
 OVERLAP, ACTIVE = map(INDEX_LIBRARY.function, ("kvatlas_overlap", "kvatlas_active"))
+SCRUB = INDEX_LIBRARY.function("kvatlas_scrub")
 LOOK = POOL_LIBRARY.function("kvatlas_pool_look")
 
 STALLS: list[Words] = [
@@ -115,19 +116,21 @@ OF_ROUTERS_ALONE: list[Words] = [
     ("HGETALL", "kva:{s0}:touched"),
     ("SMEMBERS", "kva:{s0}:pinned"),
     ("SET", POOL[1], b"x" * 64),
+    index_ro(SCRUB, (BLOCKS, *["kva:{s0}:workers"] * 6), "", 0, 100, "victim"),
 ]
 """What auditors may do and routers may not."""
 OF_AUDITORS_ALONE: list[Words] = [
     ("HSET", POOL[1], "victim", b""),
     ("ZREM", POOL[8], "x"),
     fcall(POOL_LIBRARY.function("kvatlas_pool_leave"), POOL, "router"),
-    fcall(POOL_LIBRARY.function("kvatlas_pool_outliers"), ("kva:{pool:p}:outliers",), "r", 1, 1, 1, b"\x90"),
+    fcall(POOL_LIBRARY.function("kvatlas_pool_ejections"), ("kva:{pool:p}:ejections",), "r", 1, 1, 1, b"\x90"),
 ]
 """What routers may do and auditors may not."""
 BOUNDED: list[Words] = [
     index_ro(OVERLAP, (BLOCKS, "kva:{s0}:meta", "kva:{s0}:marked", "kva:{s0}:marks:00"), b"\0" * 8_000, "1e-9", "", 0),
     index_ro(OVERLAP, (BLOCKS, "kva:{s0}:meta", "kva:{s0}:marked", "kva:{s0}:marks:00"), b"\0" * 8_000, -1, "", 0),
     index_ro(ACTIVE, ("kva:{s0}:active", "kva:{s0}:meta"), 0, 20_000_000),
+    index_ro(SCRUB, (BLOCKS, *["kva:{s0}:workers"] * 6), "", 0, "nan", "victim"),
     index_ro(LOOK, POOL, b"\x91" * 300_000),
 ]
 """Functions that every user may call, with arguments that would take for ever: refused with or without users."""

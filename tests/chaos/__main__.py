@@ -32,7 +32,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.random_faults import FAULTS, UPGRADES, Fault, run_random_faults
 from tests.chaos.report import Outcome, as_text
 from tests.chaos.requests.request_figures import print_request_figures
-from tests.chaos.runner import ALL_SCENARIOS, INDEXER_ARGUMENTS, REFRESH_ARGUMENTS, run_scenario
+from tests.chaos.runner import ALL_SCENARIOS, INDEXER_ARGUMENTS, SCRUB_ARGUMENTS, run_scenario
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.soak.soak import run_soak
 from tests.end_to_end.processes import ROOT, check_out, query
@@ -59,14 +59,12 @@ async def run(names: Sequence[str], seed: int, seconds: float, revision: str | N
     outcomes: list[Outcome] = []
     failures: list[str] = []
     if names == [CLUSTERS]:
-        async with fleet_on_clusters(
-            folder, **SIZE, seed=seed, indexer_arguments=REFRESH_ARGUMENTS, tree=tree
-        ) as fleet:
+        async with fleet_on_clusters(folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS, tree=tree) as fleet:
             await run_rounds(fleet, CLUSTER_FAULTS | upgrades, seed, seconds, outcomes, failures)
             await finish(fleet, failures)
     elif not names:
         async with running_fleet(
-            folder, **SIZE, seed=seed, indexer_arguments=REFRESH_ARGUMENTS, large=1, tree=tree
+            folder, **SIZE, seed=seed, indexer_arguments=SCRUB_ARGUMENTS, large=1, tree=tree
         ) as fleet:
             await run_rounds(fleet, FAULTS | upgrades, seed, seconds, outcomes, failures)
             await finish(fleet, failures)

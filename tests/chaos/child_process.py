@@ -13,7 +13,7 @@ from kvatlas.embedded.child_process import spawn_child
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
 
-START_S = 40.0
+START_S = 120.0
 STOP_S = 15.0
 
 

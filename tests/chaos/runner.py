@@ -6,9 +6,9 @@ from tests.chaos.report import Outcome
 from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios import SCENARIOS
 
-REFRESH_ARGUMENTS = ("--refresh-period-s", "6")
-"""So that damaged blocks are replaced soon."""
-INDEXER_ARGUMENTS = ("--retire-after-s", str(RETIRE_AFTER_S), *REFRESH_ARGUMENTS)
+SCRUB_ARGUMENTS = ("--scrub-period-s", "3")
+"""So that damaged blocks are found soon."""
+INDEXER_ARGUMENTS = ("--retire-after-s", str(RETIRE_AFTER_S), *SCRUB_ARGUMENTS)
 
 
 ALL_SCENARIOS = {**SCENARIOS, **CLUSTER_SCENARIOS}

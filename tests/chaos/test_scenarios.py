@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.report import Outcome
-from tests.chaos.runner import REFRESH_ARGUMENTS, run_scenario
+from tests.chaos.runner import SCRUB_ARGUMENTS, run_scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ SHORT = (
 )
 
 
-INDEXER_ARGUMENTS = ("--retire-after-s", "30", *REFRESH_ARGUMENTS)
+INDEXER_ARGUMENTS = ("--retire-after-s", "30", *SCRUB_ARGUMENTS)
 """None of these scenarios is about retiring: on a busy machine a sidecar may take long to start."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvatlas.fleet.records import EngineKind
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from tests.end_to_end.processes import ROOT
 from tests.frontends.bodies import CALL, TOOL
 from tests.frontends.clients import SAYS
@@ -31,6 +31,7 @@ REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe wor
 CALLS = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
+TWO = {"n": 2, "temperature": 0.5, "seed": 1}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAY}], "max_tokens": 99, **USAGE}),
     "logprobs": (
@@ -90,6 +91,11 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             **THINKS,
         },
     ),
+    "chat with two choices": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": SAY}], "max_tokens": 24, **USAGE, **TWO},
+    ),
+    "text with two choices": ("/v1/completions", {"prompt": SAY, "max_tokens": 24, **USAGE, **TWO}),
     "ids to ids": ("/inference/v1/generate", {"sampling_params": {"max_tokens": 99, "temperature": 0}, **USAGE}),
     "generate": ("/generate", {"text": SAY, "sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
     "generate from ids": ("/generate", {"sampling_params": {"max_new_tokens": 99, "temperature": 0}}),
@@ -178,12 +184,13 @@ def said(raw: bytes) -> dict[str, Any]:
         assert len({one["meta_info"]["id"] for one in events}) == 1
         return {"text": events[-1]["text"], "ids": events[-1]["output_ids"], "meta": same, "events": len(events) + 1}
     choices = [choice for one in events for choice in one["choices"]]
+    choices.sort(key=lambda one: int(one["index"]))  # they go on one after another
     calls = [(at, call) for at, one in enumerate(choices) for call in one.get("delta", {}).get("tool_calls") or ()]
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
-    assert (
-        len({tuple(one.get(key) for key in ("id", "request_id", "object", "created", "model")) for one in events}) == 1
-    )
+    named = ("id", "request_id", "object", "created", "model")
+    heads = {(one["choices"][0]["index"], *map(one.get, named)) for one in events if one["choices"]}
+    assert len(heads) == len({one["index"] for one in choices})
     return {
         "text": "".join(texts),
         "reasoning": "".join(

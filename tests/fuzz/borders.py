@@ -14,12 +14,12 @@ from redis.exceptions import ResponseError
 
 from kvatlas.bus.control import ControlOp
 from kvatlas.bus.subjects import alive_subject, control_subject, events_subject, partition_of
+from kvatlas.ejection.store import ejections_key
 from kvatlas.errors import KvatlasError
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Heartbeat, Liveness, WorkerState
 from kvatlas.fleet_store.fleet_store import pool_workers_key
 from kvatlas.identity import Scope, shard_of
 from kvatlas.index.redis.keys import ShardKeys
-from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.store import answers_key
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.settings import IndexerSettings, ProxySettings, PublishSettings
@@ -225,7 +225,7 @@ async def pool_records(targets: Targets, rng: Random) -> int:
     """In the pool that the router books in: records and members of any form, and keys of another type."""
     client = targets.fleet.store.client
     _, *keys = pool_keys(SCOPE.pool_id)  # the fleet's records are among `redis_contents`
-    key = rng.choice([*keys, outliers_key(SCOPE.pool_id), answers_key(SCOPE.pool_id)])
+    key = rng.choice([*keys, ejections_key(SCOPE.pool_id), answers_key(SCOPE.pool_id)])
     junk = rng.choice([packed(rng, ["w", "o", 1, 2, 3, 0, 1]), rng.randbytes(rng.choice([0, 8, 119, 120, 130]))])
     with suppress(ResponseError):  # meanwhile it may have become a key of another type
         if rng.random() < 0.05:

@@ -19,7 +19,6 @@ from kvatlas_indexer.liveness.heartbeats import Heartbeats
 from kvatlas_indexer.liveness.suspicion import DoubtJudge
 from kvatlas_indexer.partition.reader import start_position
 from kvatlas_indexer.repair.grants import GrantBudget
-from kvatlas_indexer.repair.refresh_schedule import RefreshSchedule
 from kvatlas_indexer.repair.repair_loop import RepairLoop
 from tests.logic.steps import Steps, pause
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from tests.logic.world import World
 
 CALL_MESSAGES = 6
-REFRESH_S = 60.0
-"""A worker's age at which a fresh snapshot is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,6 @@ class Owner:
             heartbeats=self.heartbeats,
             counters=self.counters,
             partitions=world.shape.partitions,
-            refresh=RefreshSchedule(REFRESH_S, world.random),
             clock=lambda: world.now_s,
         )
         self._tasks: dict[str, Steps] = {}
@@ -196,7 +192,7 @@ class Owner:
     # ------------------------------------------------------------ steps
 
     def step(self, name: str) -> None:
-        """One step of `judge`, `beat`, `sweep <shard>` or `read <partition>`; a new round begins if none is
+        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; a new round begins if none is
         under way."""
         task = self._tasks.get(name)
         if task is None:
@@ -220,6 +216,8 @@ class Owner:
                 await self.heartbeats.tick()
             elif task_name == "sweep":
                 await self.world.index.sweep(number, 1_000)
+            elif task_name == "scrub":
+                await self.world.index.scrub(number, 1_000)
             else:
                 await self._owned.readers[number].read()
         except KvatlasError:

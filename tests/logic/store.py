@@ -10,7 +10,7 @@ from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.memory.shard import MemoryShard
-from kvatlas.index.protocol import ApplyResult, Room, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, Room, ScrubResult, WorkerRecord
 from tests.logic.steps import pause
 
 if TYPE_CHECKING:
@@ -87,6 +87,14 @@ class SteppedIndex(MemoryIndex):
         left = await super().sweep(shard, budget_blocks)
         await self._after()
         return left
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        await self._before(shard)
+        found = await super().scrub(shard, budget_blocks, partitions)
+        self.world.stats["damaged"] += len(found.damaged)
+        self.world.stats["strays"] += found.strays
+        await self._after()
+        return found
 
     async def room(self, shard: int) -> Room:
         await self._before()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import shard_of
 from tests.logic.bus import Stream
-from tests.logic.engine import Engine
+from tests.logic.engine import Engine, scope_of
 from tests.logic.invariants import Invariants, Violation
 from tests.logic.owner import Owner
 from tests.logic.publisher import Publisher, Saved
@@ -73,8 +73,6 @@ class World:
             self.publishers.append(Publisher(self, number, None))
         self.owners = [Owner(self) for _ in range(shape.owners)]
         self.gone_snapshots = 0
-        self.damaged_incarnations: dict[str, int] = {}
-        """The workers whose blocks may be damaged."""
 
     # ------------------------------------------------------------ what the parts need to know
 
@@ -207,13 +205,16 @@ class World:
         for _ in range(self.random.randint(1, 3)):
             scope_id, key = self.random.choice(held)
             value = blocks[scope_id].get(key, b"")
-            unknown = b"\x7f\x00" + self.random.randbytes(1) + b"\x01"
-            entry = self.random.choice((value[:4] or unknown, unknown))
+            entry = self.random.choice(
+                (value[:4] or b"\x00\x00\x01\x01", b"\x00\x00" + self.random.randbytes(1) + b"\x01")
+            )
             change = self.random.choice((b"", (value or entry)[:3] + b"\x04" + value[4:], _with_entry(value, entry)))
             if change:
                 blocks[scope_id][key] = change
             else:
                 blocks[scope_id].pop(key, None)
+            if self.random.random() < 0.3:
+                blocks.setdefault(scope_of("never used").scope_id, {})[key] = entry
 
     def _wait(self) -> None:
         self.now_s += 1
@@ -253,8 +254,6 @@ class World:
         for shard in range(self.shape.shards):
             self.index.fill(shard, False)
         self.log.append("--- the faults stop")
-        if self.invariants.damaged:
-            self.damaged_incarnations = self._incarnations()
         self.calm = True
         for zombie in self.zombies:
             self.gone_snapshots += zombie.counters.snapshots
@@ -300,6 +299,8 @@ class World:
                 owner.finish("judge")
             for shard in range(self.shape.shards):
                 owner.finish(f"sweep {shard}")
+                if lap % 10 == 9:
+                    owner.finish(f"scrub {shard}")
         while self.requests:
             self._request()
 
@@ -316,16 +317,8 @@ class World:
                 one.send()
                 one.late_ack()
 
-    def _incarnations(self) -> dict[str, int]:
-        """The incarnation of each worker that answers."""
-        shards = self.index.shard_states()
-        return {one: record.incarnation for s in shards for one, record in s.workers.items() if record.active >= 0}
-
     def _why_busy(self) -> str:
         living = {one.worker_id for one in self.publishers}
-        stale = {item for item in self.damaged_incarnations.items() if item in self._incarnations().items()}
-        if waiting := sorted(worker_id for worker_id, _ in stale if worker_id in living):
-            return f"no fresh snapshot yet of {waiting}"
         doubts = {w: doubt.value for owner in self.owners for w, doubt in owner.doubt.doubts.items() if w in living}
         if doubts:
             return f"doubts {doubts}"

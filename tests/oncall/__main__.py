@@ -5,7 +5,6 @@ A fleet of processes serves requests, and a real Prometheus evaluates the rules,
 """
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from time import monotonic
 
 import anyio
 
-from tests.alerts.__main__ import faster_rules
+from tests.alerts.__main__ import faster_rules, of_the_machine
 from tests.end_to_end.prometheus import Prometheus
 from tests.http_client import http_client
 from tests.oncall.faults import FAULTS, Fault
@@ -25,16 +24,9 @@ from tests.oncall.servers import SERVER_FAULTS, bus_and_store
 LOOKS_S = (10.0, 30.0)
 """Everything has to be right at the last of them; at the first, nothing may be blamed that is well."""
 CALM_S = 5.0
-OF_A_SLOW_MACHINE = frozenset({"KvatlasDecisionsSlow"})
-"""Alerts that are not judged while other programs want the machine's processors."""
 RECOVERS_S = 100.0
 """Counters have windows of a minute."""
 ALERT_S = 60.0
-
-
-def of_the_machine() -> frozenset[str]:
-    """The alerts that are not judged now."""
-    return OF_A_SLOW_MACHINE if os.getloadavg()[0] > len(os.sched_getaffinity(0)) else frozenset()
 
 
 async def firing(url: str) -> set[str]:
@@ -51,7 +43,7 @@ def judge(fault: Fault, said: Said, *, late: bool) -> list[str]:
         for check, text in fault.checks.items():
             if not any(text in line for line in said.findings.get(check, ())):
                 wrong.append(f"doctor's {check}: {said.findings.get(check)}; expected {text!r}")
-    more = said.findings.keys() - fault.checks.keys() - fault.also
+    more = said.blamed - fault.checks.keys() - fault.also
     return [*wrong, *(f"doctor's {check} blames what is well: {said.findings[check]}" for check in sorted(more))]
 
 
@@ -67,7 +59,7 @@ async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
         with Prometheus(fleet.ports, folder, faster_rules(folder)) as prometheus:
             wrong += [f"before: {one}" for one in await until_green(fleet)]
             wrong += [f"before: {one}" for one in await lost_in_calm(fleet)]
-            lost_before = fleet.failed
+            lost_before = fleet.failures.copy()
             async with fault.made(fleet):
                 began_s = monotonic()
                 for at_s in LOOKS_S:
@@ -91,10 +83,10 @@ async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
                 pages = json.dumps([await fleet.page("router"), await fleet.page("indexer")])
                 wrong += [] if fault.page in pages else [f"no page says {fault.page!r}"]
                 wrong += [] if fault.log in fleet.log() else [f"no log says {fault.log!r}"]
-                lost = fleet.failed - lost_before
-                wrong += [] if fault.loses or not lost else [f"{lost} requests lost"]
+                lost = fleet.failures - lost_before
+                wrong += [] if fault.loses or not lost else [f"{lost.total()} requests lost: {dict(lost)}"]
             left = [*await until_green(fleet), *await lost_in_calm(fleet), *await still_firing(prometheus.url)]
-            print(f"  after: {left or 'green'}; {lost} requests lost, {fleet.answered} answered", flush=True)
+            print(f"  after: {left or 'green'}; {lost.total()} requests lost, {fleet.answered} answered", flush=True)
             wrong += [f"after: {one}" for one in left]
         group.cancel_scope.cancel()
     return [f"{name}: {one}" for one in wrong]
@@ -102,9 +94,10 @@ async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
 
 async def lost_in_calm(fleet: Fleet) -> list[str]:
     """What is lost of the requests of CALM_S."""
-    answered, failed = fleet.answered, fleet.failed
+    answered, failures = fleet.answered, fleet.failures.copy()
     await anyio.sleep(CALM_S)  # of traffic
-    found = [] if fleet.failed == failed else [f"{fleet.failed - failed} requests lost"]
+    lost = fleet.failures - failures
+    found = [f"{lost.total()} requests lost: {dict(lost)}"] if lost else []
     return found if fleet.answered > answered else [*found, "no request answered"]
 
 

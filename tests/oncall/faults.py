@@ -264,7 +264,7 @@ SILENT = frozenset({"workers.heartbeats", "workers.missing", "workers.load", "wo
 FAULTS: Mapping[str, Fault] = {
     "all_engines_drain": Fault(
         all_engines_drain,
-        "? No, because no engine can take it",
+        "? No, because no",  # engine can take it; or after a minute: none of its workers is left
         also=frozenset({"routers.refused", "workers.heartbeats", "workers.engines"}),
         alert="KvatlasNoWorkers",
         also_alerts=frozenset({"KvatlasRequestsFail"}),

@@ -1,5 +1,5 @@
 """A fleet on three NATS servers with TLS between all, whose users are proven by certificates: all of these are renewed while
-requests run, and each server is lost for a while."""
+requests run, and each server is lost, and stands still, for a while."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from tests.oncall.fleet import Fleet, Said, child, engine, sidecar
 SERVERS = 3
 USERS = ("publisher", "indexer", "auditor")
 GREEN_S = 120.0
+STILL_S = 15.0
 
 
 class Certificates:
@@ -111,6 +112,7 @@ async def nats_of_three_with_tls(folder: Path) -> list[str]:
     ):
         group.start_soon(fleet.send_requests)
         wrong += await not_green("before", fleet, flags)
+        fleet.failures.clear()
         certificates.renew()
         for server in servers:
             os.kill(server.pid, signal.SIGHUP)
@@ -120,7 +122,12 @@ async def nats_of_three_with_tls(folder: Path) -> list[str]:
             wrong += await not_green(f"server {number} lost", fleet, flags)
             await server.start()
             wrong += await not_green(f"server {number} back", fleet, flags)
-        wrong += [f"{fleet.failed} requests lost"] if fleet.failed or not fleet.answered else []
+        for number, server in enumerate(servers):
+            server.pause()
+            await anyio.sleep(STILL_S)  # clients leave it
+            server.resume()
+            wrong += await not_green(f"server {number} goes on", fleet, flags)
+        wrong += [f"{fleet.failed} requests lost: {dict(fleet.failures)}"] if fleet.failed or not fleet.answered else []
         print(f"  {fleet.answered} requests answered, {fleet.failed} lost")
         group.cancel_scope.cancel()
     return [f"nats_of_three_with_tls: {one}" for one in wrong]

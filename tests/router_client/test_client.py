@@ -160,7 +160,8 @@ async def test_no_worker_is_one_clear_line() -> None:
 
 
 async def test_an_error_names_the_workers_that_can_not_serve() -> None:
-    records = pool(worker("w1", state=EngineState.ASLEEP), worker("w2", liveness=Liveness.LOST))
+    silent = worker("w2", liveness=Liveness.LOST, state=EngineState.DRAINING)
+    records = pool(worker("w1", state=EngineState.ASLEEP), silent)
     router = RouterClient(MemoryIndex(), StaticFleet(records))
     with pytest.raises(
         NoWorkers, match=r"none of 2 workers can take the request: w1 \(its engine is asleep\), w2 \(no heartbeat\)"

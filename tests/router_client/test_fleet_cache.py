@@ -3,7 +3,7 @@
 import pytest
 
 from kvatlas.cost import EngineProfile, Load
-from kvatlas.fleet.records import EngineState
+from kvatlas.fleet.records import EngineState, FleetRecord, Liveness
 from kvatlas.identity import Scope
 from router_client.fleet_cache import EMPTY_GRACE_S, FleetCache, LastKnownRecords
 from tests.router_client.pools import SCOPE, CountingFleet, pool, worker
@@ -64,3 +64,21 @@ def test_a_pool_that_is_no_longer_read_keeps_its_records_for_a_while() -> None:
     assert last.update({}) == other
     now_s[0] += EMPTY_GRACE_S + 0.1
     assert last.update({}) == {}
+
+
+def test_silent_workers_get_requests_only_if_no_other_worker_of_their_pool_can() -> None:
+    """If all are silent at once, NATS or the publishers have failed, and the engines may well serve."""
+
+    def silent(id: str, state: EngineState = EngineState.UP, scope: Scope = SCOPE) -> FleetRecord:
+        return worker(id, state=state, scope=scope).model_copy(update={"liveness": Liveness.LOST})
+
+    def routable(*records: FleetRecord) -> list[str]:
+        found = LastKnownRecords().update({record.endpoint.id: record for record in records})
+        return [id for id, record in found.items() if record.routable]
+
+    draining = silent("d", EngineState.DRAINING)
+    assert routable(silent("a"), silent("b"), draining) == ["a", "b"]
+    assert routable(silent("a"), worker("b"), draining) == ["b"]
+    assert routable(silent("a"), worker("b", state=EngineState.DOWN)) == ["a"]
+    assert routable(silent("a"), worker("o", model_id="other")) == ["a", "o"]
+    assert routable(draining) == []

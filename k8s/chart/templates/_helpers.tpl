@@ -37,7 +37,7 @@ annotations:
 {{- /* One of our images: (list . name). */}}
 {{- define "kvatlas.image" -}}
 {{- $root := index . 0 -}}
-{{- with $root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- with $root.Values.image.registry | default ($root.Values.global).imageRegistry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- index . 1 }}
 {{- with index $root.Values.image.digests (index . 1) }}@{{ . }}
 {{- else }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
@@ -45,7 +45,7 @@ annotations:
 {{- end }}
 
 {{- define "kvatlas.pullSecrets" -}}
-{{- with .Values.image.pullSecrets }}
+{{- with concat .Values.image.pullSecrets ((.Values.global).imagePullSecrets | default list) }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -102,6 +102,19 @@ initContainers:
 {{- end }}
 {{- with $values.podSpec }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Of a container: (list values kind handlers), a handler each of startup, liveness and readiness. A container that waits for
+its servers, for up to a day, is left alone. */}}
+{{- define "kvatlas.probes" -}}
+{{- $values := index . 0 -}}{{- $kind := index . 1 -}}{{- $handlers := index . 2 -}}
+{{- $times := dict "startup" (dict "periodSeconds" 2 "failureThreshold" 43200) "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) "readiness" (dict "periodSeconds" 5 "timeoutSeconds" 2) -}}
+{{- range $name, $time := $times }}
+{{- $handler := index $handlers $name }}
+{{- if and (eq $kind "httpGet") ($values.tls).secret }}{{ $handler = merge (dict "scheme" "HTTPS") $handler }}{{ end }}
+{{ $name }}Probe:
+  {{- toYaml (mergeOverwrite $time (dict $kind $handler) (deepCopy (index $values.probes $name))) | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -231,6 +244,9 @@ spec:
   minAvailable: {{ . }}
   {{- else }}
   maxUnavailable: {{ $values.podDisruptionBudget.maxUnavailable }}
+  {{- end }}
+  {{- with $values.podDisruptionBudget.unhealthyPodEvictionPolicy }}
+  unhealthyPodEvictionPolicy: {{ . }}
   {{- end }}
   selector:
     matchLabels:

@@ -22,7 +22,7 @@ async def differing_workers(
     for first in range(0, len(worker_ids), WORKERS_A_CALL):
         some = worker_ids[first : first + WORKERS_A_CALL]
         calls = [(keys.of_state, [worker_id]) for worker_id in some]
-        answers = await functions.call_ro_many("kvatlas_state", calls)
+        answers = await functions.call_ro_many("kvatlas_look", calls)
         for worker_id, packed in zip(some, answers, strict=True):
             same = _is_same(shard, worker_id, HolderState.unpack(packed))
             compared += same is not None

@@ -277,7 +277,7 @@ class IndexReplica:
 
     def _check_size(self, copy: MemoryIndex, coming: int = 0) -> None:
         if (size := _estimate_bytes(copy, self._block_bytes) + self._block_bytes * coming) > self._settings.max_bytes:
-            raise TooLarge(f"a copy takes {size >> 20} MiB or more; allowed are {self._settings.max_bytes >> 20}")
+            raise TooLarge(f"a copy takes {size >> 20} MiB or more; expected at most {self._settings.max_bytes >> 20}")
 
     async def _wait_until_current(self, feed: StreamFeed, feeding: "asyncio.Task[None]", pause_s: float) -> None:
         """Wait until everything that is in the stream now is applied, or the reading has ended."""

@@ -135,14 +135,14 @@ class StreamFeed:
             while (part := queue.take(SLICE_MESSAGES, SLICE_BYTES)) is not None:
                 if part.made_room:
                     await consumer.pull()
-                await self._fold(part.batch.messages)
+                await self._apply_messages(part.batch.messages)
                 queue.record_applied(part.batch)
                 assert part.batch.position is not None
                 self.position = part.batch.position
                 self._settle(queue)
                 await asyncio.sleep(0)  # let requests run between two slices
 
-    async def _fold(self, messages: Sequence[RawMessage]) -> None:
+    async def _apply_messages(self, messages: Sequence[RawMessage]) -> None:
         index = self._index
         by_shard: dict[int, list[PartitionBatch]] = {}
         for raw in messages:

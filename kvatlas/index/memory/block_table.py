@@ -10,10 +10,10 @@ from time import monotonic
 from typing import NamedTuple
 
 from kvatlas.blocks.block_sizes import BlockSizes
-from kvatlas.blocks.digest import Digest
+from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES, ShardRuns
-from kvatlas.blocks.tiers import Tier, tiers_of
+from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.gallop import STRIDE, gallop, walk
 from kvatlas.index.holder_entries import (
@@ -67,6 +67,20 @@ class Holder:
         """Note that the holder uses this scope, with blocks of these sizes."""
         known = self.touched.get(scope_id)
         self.touched[scope_id] = sizes if known is None else known.updated(sizes)
+
+
+@dataclass(slots=True)
+class HolderCount:
+    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
+    tiers."""
+
+    digest: Digest = field(default_factory=Digest)
+    malformed: bool = False
+
+    def add(self, scope_id: bytes, key: bytes, flags: int) -> None:
+        for tier in tiers_of(flags):
+            self.digest.add(scope_id, tier, key)
+        self.malformed = self.malformed or not are_tiers(flags)
 
 
 class BlockTable:
@@ -311,6 +325,36 @@ class BlockTable:
             holder = int.from_bytes(number, "big")
             if holder in self.active:
                 yield holder, flags
+
+    # ------------------------------------------------------------ recounts
+
+    def recount(self) -> tuple[dict[int, HolderCount], int]:
+        """The content of every active holder, counted from the blocks, and the number of removed entries with unknown holder
+        numbers.
+
+        A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
+        """
+        counted = {holder: HolderCount() for holder in self.active}
+        strays = 0
+        for scope_id, blocks in self.blocks.items():
+            for key, value in list(blocks.items()):
+                for number, flags in entries_of(value):
+                    holder = int.from_bytes(number, "big")
+                    if holder in counted:
+                        self.holders[holder].touched.setdefault(scope_id, BlockSizes())
+                        counted[holder].add(scope_id, key, flags)
+                    elif holder not in self.holders:
+                        strays += 1
+                        self._replace(scope_id, key, without_holder(blocks[key], number))
+        return counted, strays
+
+    def is_sound(self, holder: int, count: HolderCount) -> bool:
+        """True if every entry has at least one tier and no other flags, and the marks match their digest."""
+        if count.malformed:
+            return False
+        marks = self.marks.marked.get(number_bytes(holder))
+        found = self.marks.recount(number_bytes(holder))
+        return found.words == (marks.digest if marks is not None else MarkDigest()).words
 
 
 class _Unswept(NamedTuple):

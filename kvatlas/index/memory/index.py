@@ -1,9 +1,8 @@
 """The residency index in process memory: the reference model, and the index of routers that share none."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from time import monotonic
 
-from kvatlas.blocks.block_sizes import BlockSizes
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.blocks.residency import (
     IndexMetrics,
@@ -31,6 +30,7 @@ from kvatlas.index.protocol import (
     DEFAULT_SHARDS,
     ApplyResult,
     Room,
+    ScrubResult,
     WorkerRecord,
 )
 from kvatlas.index.usage import ResidentUse, sum_use
@@ -101,6 +101,9 @@ class MemoryIndex(DirectWrites):
 
     async def room(self, shard: int) -> Room:
         return Room(0, 0, False)
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        return self._shards[shard].scrub(partitions)
 
     def overlap_now(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, stride: int = STRIDE
@@ -229,7 +232,7 @@ def _residencies(table: BlockTable, scope: Scope, key: bytes) -> list[Residency]
             int.from_bytes(key, "little"),
             table.active[holder],
             tier,
-            table.holders[holder].touched.get(scope.scope_id, BlockSizes()).bytes_in(tier),
+            table.holders[holder].touched[scope.scope_id].bytes_in(tier),
             pinned=table.pins.has(holder, scope.scope_id, key, tier),
             resumable=table.marks.is_marked(number_bytes(holder), scope.scope_id, key),
         )

@@ -127,6 +127,18 @@ class MarkTable:
             found = deepest_positions(get_head, get_mark, hashes, holders, limit, first_index)
         return {int.from_bytes(number, "big"): found.get(number, 0) for number in holders}
 
+    def recount(self, number: bytes) -> MarkDigest:
+        """The digest of a holder's marks, counted from the values."""
+        digest = MarkDigest()
+        for scope_id, values in self.marks.items():
+            for key, value in values.items():
+                if find_sized(value, number, NUMBER_BYTES)[1]:
+                    digest.add_marks(scope_id, key)
+        for scope_id, values in self.heads.items():
+            for key, value in values.items():
+                digest.add_head(scope_id, key, bits_in(value, number))
+        return digest
+
 
 def replace_value(values: dict[bytes, bytes], key: bytes, value: bytes) -> None:
     """Set the value; an empty one deletes the key."""

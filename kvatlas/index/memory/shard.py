@@ -4,7 +4,7 @@ Plain synchronous code. Each public method is one atomic call, like each functio
 with the same name and rules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from time import monotonic
@@ -17,7 +17,7 @@ from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.holder_entries import number_bytes
 from kvatlas.index.memory.block_table import BlockTable, split
 from kvatlas.index.memory.mark_table import HolderMarks
-from kvatlas.index.protocol import ApplyResult, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, ScrubResult, WorkerRecord
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class MemoryShard:
                 worker_id = raw[wire.WORKER_ID]
                 record = self.workers.setdefault(worker_id, Record(batch.partition))
                 touched[worker_id] = None
-                self._fold(worker_id, record, raw)
+                self._fence(worker_id, record, raw)
         records = [self.record(worker_id) for worker_id in touched]
         return ApplyResult.of(records, self.counts - before, moved, no_room=self.full)
 
@@ -83,7 +83,7 @@ class MemoryShard:
             self.positions[batch.partition] = batch.position
         return True
 
-    def _fold(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
+    def _fence(self, worker_id: str, record: Record, raw: wire.RawMessage) -> None:
         _, _, incarnation, seq, _, scopes, events = raw
         if incarnation != record.incarnation:
             if incarnation < record.incarnation:
@@ -215,6 +215,25 @@ class MemoryShard:
             return False
         del self.workers[worker_id]
         return True
+
+    # ------------------------------------------------------------ scrub
+
+    def scrub(self, partitions: Collection[int] | None = None) -> ScrubResult:
+        """See `ResidencyIndex.scrub`."""
+        counted, strays = self.table.recount()
+        answering = {
+            worker_id: record
+            for worker_id, record in self.workers.items()
+            if record.active >= 0 and (partitions is None or record.partition in partitions)
+        }
+        damaged = []
+        for worker_id, record in answering.items():
+            count = counted[record.active]
+            sound = self.table.active.get(record.active) == worker_id and self.table.is_sound(record.active, count)
+            if not sound or count.digest != self.table.holders[record.active].digest:
+                record.bad = True
+                damaged.append(worker_id)
+        return ScrubResult(len(answering), damaged, strays, 0, True)
 
     # ------------------------------------------------------------ positions
 

@@ -81,8 +81,8 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
-    """`entries`: the last entry of each incarnation's scopes; `sizes`: what all of them say. An incarnation knows nothing of
-    another one's sizes."""
+    """`entries`: the last entry of each incarnation's scopes; `sizes`: the sizes in all of them, kept apart for each
+    incarnation."""
 
     partition: int
     entries: dict[tuple[int, bytes], list[Any]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _WorkerMessages:
     groups: list[_Group] = field(default_factory=list)
 
     def use(self, incarnation: int, scope_id: bytes, entry: list[Any]) -> None:
-        """Note the entry of a scope, which may be another one than before."""
+        """Note the entry of a scope, which may differ from the one before."""
         key = incarnation, scope_id
         before = self.entries.get(key)
         if before != entry:

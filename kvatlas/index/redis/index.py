@@ -3,7 +3,7 @@
 Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from math import inf
 
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -27,7 +27,7 @@ from kvatlas.identity import Scope, shard_of
 from kvatlas.index.apply_counts import ApplyCounts
 from kvatlas.index.direct_writes import DirectWrites
 from kvatlas.index.mark_lookup import check_reach, has_mark
-from kvatlas.index.protocol import ApplyResult, Room, WorkerRecord
+from kvatlas.index.protocol import ApplyResult, Room, ScrubResult, WorkerRecord
 from kvatlas.index.redis.apply_call import ApplyAnswer, pack_call, unpack_answer
 from kvatlas.index.redis.call_plan import CALL_COST, CallBatch, Place, cut_call
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY, IndexFunctions
@@ -39,11 +39,13 @@ from kvatlas.index.redis.records import (
     HolderState,
     pack_incarnation,
     pack_position,
+    unpack_incarnation,
     unpack_position,
 )
-from kvatlas.index.redis.recount import RecountResult, recount_workers
+from kvatlas.index.redis.recount import WORKERS_A_PASS, Recount, RecountResult
 from kvatlas.index.redis.residency_reader import ResidencyReader, residencies_of
 from kvatlas.index.redis.scope_registry import ScopeRegistry
+from kvatlas.index.redis.scrub import Scrub
 from kvatlas.index.redis.shard_reader import BLOCKS_A_CALL, SCAN_COUNT, ShardReader
 from kvatlas.index.redis.sweep import Sweep
 from kvatlas.index.redis.usage_reader import UsageReader
@@ -116,6 +118,7 @@ class RedisIndex(DirectWrites):
         self._pins = [Pins(store, keys) for keys in self._keys]
         self._lookup = OverlapLookup(self._functions, self._readers)
         self._sweeps = [Sweep(keys, self._side_index) for keys in self._keys]
+        self._scrubs = [Scrub(keys, self._side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
         """Cost of a block, by shard and scope: see `cut_call`."""
         self._reuse_ms = reuse_ms
@@ -135,6 +138,7 @@ class RedisIndex(DirectWrites):
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
         await self._recovery.check()
         await self._registry.register(batches)
+        self._scrubs[shard].note(batches)
         records: dict[str, WorkerRecord] = {}
         moved: set[int] = set()
         total, no_room, weights = ApplyCounts(), False, self._weights[shard]
@@ -219,6 +223,12 @@ class RedisIndex(DirectWrites):
         used, limit, policy = await self._functions.call_ro("kvatlas_room", [self._keys[shard].meta])
         return Room(used, limit, policy != b"noeviction")
 
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        reader = self._readers[shard]
+        return await self._scrubs[shard].run(
+            self._functions, lambda: self._count_blocks(reader, partitions), self._registry.ids, budget_blocks
+        )
+
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
         if expected is None and self._writer:
             await self._recovery.recover()
@@ -292,7 +302,7 @@ class RedisIndex(DirectWrites):
                 yield residency
 
     async def digest(self, worker_id: str) -> Sequence[int] | None:
-        packed = await self._functions.call_ro("kvatlas_state", self._keys_of(worker_id).of_state, [worker_id])
+        packed = await self._functions.call_ro("kvatlas_look", self._keys_of(worker_id).of_state, [worker_id])
         state = HolderState.unpack(packed)
         return None if state is None else [*state.digest, *(state.marks or ())]
 
@@ -315,14 +325,30 @@ class RedisIndex(DirectWrites):
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
         """Count what these workers hold from the blocks, not from digests. Workers without an active holder are left out.
         Reads every block of their shards."""
-        by_shard: dict[int, list[str]] = {}
+        scope_ids = await self._registry.ids()
+        by_shard: dict[ShardKeys, list[str]] = {}
         for worker_id in worker_ids:
-            by_shard.setdefault(self._shard_of(worker_id), []).append(worker_id)
-        return [
-            one
-            for shard, workers in by_shard.items()
-            for one in await recount_workers(self._functions, self._readers[shard], self._registry, workers)
-        ]
+            by_shard.setdefault(self._keys_of(worker_id), []).append(worker_id)
+        found = []
+        for k, workers in by_shard.items():
+            for first in range(0, len(workers), WORKERS_A_PASS):
+                recount = Recount(k, workers[first : first + WORKERS_A_PASS], scope_ids)
+                for one in await recount.complete(self._functions):
+                    if one.state is not None:
+                        scopes = {await self._registry.scope(id): digest.words for id, digest in one.by_scope.items()}
+                        incarnation = unpack_incarnation(one.state.incarnation)
+                        found.append(
+                            RecountResult(
+                                one.worker_id,
+                                incarnation,
+                                one.state.seq,
+                                one.moved,
+                                scopes,
+                                one.sound,
+                                one.marks.words if one.stored is not None and one.stored.marks else (),
+                            )
+                        )
+        return found
 
     async def length(self) -> int:
         total = 0
@@ -369,6 +395,18 @@ class RedisIndex(DirectWrites):
 
     async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:
         return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
+
+    async def _count_blocks(self, reader: ShardReader, partitions: Collection[int] | None) -> list[tuple[str, int]]:
+        """(worker, blocks by its digest) for every worker of these partitions with an active holder."""
+        active = {
+            worker_id: record.active
+            for worker_id, record in (await reader.records()).items()
+            if record.active and (partitions is None or partition_of(worker_id, self.partitions) in partitions)
+        }
+        if not active:
+            return []
+        digests = await reader.digests(list(active.values()))
+        return [(worker_id, sum(digest[0::3])) for worker_id, digest in zip(active, digests, strict=True)]
 
     def _keys_of(self, worker_id: str) -> ShardKeys:
         return self._keys[self._shard_of(worker_id)]

@@ -98,8 +98,8 @@ class ShardKeys:
 
     @property
     def of_state(self) -> list[str]:
-        """The keys of `functions/state.lua`."""
-        return [self.workers, self.digests, self.steps, self.marked]
+        """The keys of `state_of` in `functions/_worker_state.lua`."""
+        return [self.workers, self.holders, self.active, self.digests, self.steps, self.marked]
 
     def blocks(self, scope_id: bytes) -> str:
         return self._key(f"blocks:{scope_id.hex()}")

@@ -88,21 +88,32 @@ _FORMS = [
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`; `marks`:
-    `MarkDigest.words`, False for a holder without marks."""
+    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`.
+    `registered`: the holder's own entries name this worker. `marks`: `MarkDigest.words`, False for a holder without marks."""
 
     incarnation: bytes
     seq: int
     holder: bytes
     digest: Sequence[int]
+    registered: int
     steps: int
     marks: Sequence[int] | Literal[False]
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Changes whenever the holder's blocks or marks change, within an incarnation."""
+        return self.seq, self.steps
+
     @classmethod
-    def unpack(cls, packed: bytes) -> Self | None:
-        """The answer of `functions/state.lua`; None for a worker without an active holder."""
-        fields = msgpack.unpackb(packed, raw=True)
+    def of(cls, fields: Sequence[Any] | None) -> Self | None:
+        """The state in a function's answer; None for a worker without an active holder."""
         return cls(*fields) if fields else None
+
+    @classmethod
+    def unpack(cls, answer: bytes) -> Self | None:
+        """The state in an answer of `functions/look.lua`."""
+        _, fields, _ = msgpack.unpackb(answer, raw=True)
+        return cls.of(fields)
 
 
 def pack_incarnation(incarnation: int) -> bytes:
@@ -183,8 +194,8 @@ def unpack_position(stored: bytes | None) -> Position | None:
 
 
 def unpack_names(flat: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
-    """The worker of each active holder. Drops invalid entries; the next snapshot of their worker gives it another
-    holder."""
+    """The worker of each active holder. Drops invalid entries: the scrub finds that their worker's holder is not
+    registered, and a snapshot then gives it another one."""
     names: dict[bytes, str] = {}
     for holder, name in flat:
         try:

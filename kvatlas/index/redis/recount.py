@@ -1,22 +1,36 @@
-"""Counts what workers hold from the blocks themselves, by reading every block and mark of their shard."""
+"""Counts what some workers hold from the blocks themselves, in one pass over every scope of a shard."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
+from struct import iter_unpack
+from typing import Any, NamedTuple
+
+import msgpack
 
 from kvatlas.blocks.digest import Digest, MarkDigest
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import HOLDER_ENTRY_BYTES
 from kvatlas.blocks.tiers import Tier, are_tiers, tiers_of
-from kvatlas.identity import Scope
-from kvatlas.index.holder_entries import NUMBER_BYTES, entries_of
-from kvatlas.index.mark_lookup import HEAD_ENTRY_BYTES
+from kvatlas.bus import wire
+from kvatlas.bus.partition_batch import PartitionBatch
+from kvatlas.identity import SCOPE_ID_BYTES, Scope
+from kvatlas.index.mark_lookup import HEAD_SUFFIX
+from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES
 from kvatlas.index.redis.index_functions import IndexFunctions
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
-from kvatlas.index.redis.scope_registry import ScopeRegistry
-from kvatlas.index.redis.shard_reader import ShardReader
+
+CALL_COST = 350
+"""Limit of a call's work (`functions/scrub.lua`): three microseconds of the store per unit, whatever the values are."""
+LOOK_BLOCKS = 300
+LOOK_ROUNDS = 10
+WORKERS_A_PASS = 16
+BLOCKS_A_PASS = 200_000
+"""Limit of blocks kept in this process during a pass (about 100 bytes each). They are kept because a scan may return an
+entry twice."""
+MAX_TOUCHED_BLOCKS = 20_000
+"""A worker whose messages touch more blocks during a pass is not followed."""
+
+_FOUND = "8sBB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,80 +51,245 @@ class RecountResult:
     marks: Sequence[int] = ()
 
 
+class Strays(NamedTuple):
+    """Blocks of a scope, or fields of its marks, with an entry of an unknown holder number."""
+
+    scope_id: bytes
+    fields: Sequence[bytes]
+    of_marks: bool = False
+
+
+_Touched = dict[tuple[bytes, bool], set[bytes]]
+"""By (scope, True if about marks): hashes of blocks (False), fields of marks (True)."""
+
+
 @dataclass(slots=True)
-class _Count:
-    """A holder's blocks by scope, and its marks. `malformed`: it has an entry that is not one of tiers."""
+class WorkerCount:
+    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed in the meantime, but
+    may be followed; `moved`: it changed in a way that can't be followed, so the count is void."""
 
-    scopes: dict[bytes, Digest] = field(default_factory=dict)
-    marks: MarkDigest = field(default_factory=MarkDigest)
+    worker_id: str
+    state: HolderState | None = None
+    stored: HolderState | None = None
+    """The last-read state; the count is compared with its digests."""
     malformed: bool = False
+    """An entry has flags that are not tiers."""
+    moved: bool = False
+    went_on: bool = False
+    total: Digest = field(default_factory=Digest)
+    by_scope: dict[bytes, Digest] = field(default_factory=dict)
+    found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
+    """By scope: hash -> flags."""
+    messages: dict[tuple[int, int], list[tuple[int, bytes, bytes]]] = field(default_factory=dict)
+    """Messages noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
+    touched_blocks: int = 0
+    """The number of hashes in these messages."""
+    found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
+    """By scope: field -> bits of a head, or empty for a mark."""
+    marks: MarkDigest = field(default_factory=MarkDigest)
+
+    @property
+    def wrong(self) -> bool:
+        """True if the blocks differ from the digest."""
+        return self.stored is None or not self.sound or self.total.words != list(self.stored.digest)
+
+    @property
+    def sound(self) -> bool:
+        """See `RecountResult`."""
+        if self.stored is None or not self.stored.registered or self.malformed:
+            return False
+        return self.marks.words == list(self.stored.marks or MarkDigest().words)
+
+    def observe(self, state: HolderState | None, *, first: bool) -> None:
+        """Update the count with the worker's current state."""
+        if first:
+            self.state = state
+        before = self.state
+        if state is None or before is None or (state.incarnation, state.holder) != (before.incarnation, before.holder):
+            self.moved = True
+        else:
+            self.went_on = self.went_on or state.moment != before.moment
+            self.stored = state
+
+    @property
+    def scopes(self) -> set[bytes]:
+        """Scopes in which something was found."""
+        return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
+
+    def note(self, raw: wire.RawMessage) -> None:
+        """Note a message that is about to be applied."""
+        events = [event for event in raw[wire.EVENTS] if event[wire.CODE] in HASHES_AT]
+        touched = [(event[wire.CODE], event[wire.SCOPE_ID], event[HASHES_AT[event[wire.CODE]]]) for event in events]
+        self.messages[raw[wire.INCARNATION], raw[wire.SEQ]] = touched
+        self.touched_blocks += sum(len(hashes) for _, _, hashes in touched) // HASH_BYTES
+        if self.touched_blocks > MAX_TOUCHED_BLOCKS:
+            self.moved = True
+
+    async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
+        """Follow a worker that changed in the meantime: reread what its messages touched, until no message arrives.
+        Every message in between must have been noted, and the store must still be this server."""
+        assert self.state is not None
+        incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
+        for _ in range(LOOK_ROUNDS):
+            noted_seq, touched = self._noted_after(incarnation, read_seq)
+            moments = [await self._look(keys, functions, server, *part) for part in _in_parts(touched)]
+            if self.moved:
+                return
+            first, last = moments[0], moments[-1]
+            if first == last and last[0] + (last[1] > 0) <= noted_seq:
+                return
+            if noted_seq == read_seq:  # a message was not noted
+                break
+            read_seq = min(first[0], noted_seq)
+        self.moved = True
+
+    def _noted_after(self, incarnation: int, seq: int) -> tuple[int, _Touched]:
+        """The last of the messages after seq that were noted without a gap, and what they touch."""
+        touched: _Touched = {}
+        while (events := self.messages.get((incarnation, seq + 1))) is not None:
+            seq += 1
+            for code, scope_id, hashes in events:
+                suffix = HEAD_SUFFIX if code == wire.HEADS else b""
+                fields = (hashes[at : at + HASH_BYTES] + suffix for at in range(0, len(hashes), HASH_BYTES))
+                touched.setdefault((scope_id, code not in WITH_HASHES), set()).update(fields)
+        return seq, touched
+
+    async def _look(
+        self,
+        keys: ShardKeys,
+        functions: IndexFunctions,
+        server: bytes,
+        scope_id: bytes,
+        of_marks: bool,
+        fields: Sequence[bytes],
+    ) -> tuple[int, int]:
+        """Read some blocks or marks again. Returns the worker's moment at that time; it has `moved` if it can't be
+        followed."""
+        function, key, packed, missing = "kvatlas_look", keys.blocks(scope_id), b"".join(fields), 0
+        if of_marks:
+            function, key, missing = "kvatlas_look_marks", keys.marks(scope_id), False
+            packed = msgpack.packb(fields, use_bin_type=False)
+        answer = await functions.call_ro(function, [*keys.of_state, key], [self.worker_id, packed])
+        now_on, state_fields, (entries,) = msgpack.unpackb(answer, raw=True)
+        state = HolderState.of(state_fields)
+        self.observe(state, first=False)
+        self.moved = self.moved or now_on != server
+        if state is None:
+            return -1, 0
+        self.state = state
+        found: dict[bytes, Any] = (self.found_marks if of_marks else self.found).setdefault(scope_id, {})
+        for name, entry in zip(fields, entries, strict=True):
+            if entry == missing:
+                found.pop(name, None)
+            else:
+                found[name] = entry
+        return state.moment
+
+    def add_up(self) -> None:
+        """Compute digests of what was found."""
+        for scope_id, found in self.found.items():
+            by_tier: dict[Tier, list[bytes]] = {}
+            for key, flags in found.items():
+                self.malformed = self.malformed or not are_tiers(flags)
+                for tier in tiers_of(flags):
+                    by_tier.setdefault(tier, []).append(key)
+            for tier, hashes in by_tier.items():
+                self.total.add(scope_id, tier, b"".join(hashes))
+                self.by_scope.setdefault(scope_id, Digest()).add(scope_id, tier, b"".join(hashes))
+        self.found = {}
+        for scope_id, found_marks in self.found_marks.items():
+            self.marks.add_marks(scope_id, b"".join(name for name in found_marks if len(name) == HASH_BYTES))
+            for name, bits in found_marks.items():
+                if len(name) > HASH_BYTES:
+                    self.marks.add_head(scope_id, name[:HASH_BYTES], int.from_bytes(bits, "big"))
 
 
-async def recount_workers(
-    functions: IndexFunctions, reader: ShardReader, registry: ScopeRegistry, worker_ids: Sequence[str]
-) -> list[RecountResult]:
-    """See `RedisIndex.recount`; all these workers belong to the reader's shard."""
-    before = await _read_states(functions, reader.keys, worker_ids)
-    counts = {state.holder: _Count() for state in before.values()}
-    scope_ids = sorted(await registry.ids())
-    for scope_id in scope_ids:
-        await _count_blocks(reader, scope_id, counts)
-    if any(state.marks for state in before.values()):
-        for scope_id in scope_ids:
-            await _count_marks(reader, scope_id, counts)
-    after, names = await _read_states(functions, reader.keys, worker_ids), await reader.active()
-    found = []
-    for worker_id, state in before.items():
-        count = counts[state.holder]
-        marks = count.marks.words if state.marks else []
-        named = names.get(state.holder) == worker_id
-        sound = named and not count.malformed and marks == list(state.marks or [])
-        scopes = {await registry.scope(scope_id): digest.words for scope_id, digest in count.scopes.items()}
-        incarnation, moved = unpack_incarnation(state.incarnation), after.get(worker_id) != state
-        found.append(RecountResult(worker_id, incarnation, state.seq, moved, scopes, sound, marks))
-    return found
+def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
+    """(scope, of marks?, fields) for each call that reads them again; at least one, because it also reads the digests."""
+    parts = [
+        (scope_id, of_marks, ordered[at : at + LOOK_BLOCKS])
+        for (scope_id, of_marks), fields in touched.items()
+        for ordered in [sorted(fields)]
+        for at in range(0, len(ordered), LOOK_BLOCKS)
+    ]
+    return parts or [(bytes(SCOPE_ID_BYTES), False, [])]
 
 
-async def _read_states(functions: IndexFunctions, keys: ShardKeys, worker_ids: Sequence[str]) -> dict[str, HolderState]:
-    """By worker with an active holder."""
-    answers = await functions.call_ro_many("kvatlas_state", [(keys.of_state, [one]) for one in worker_ids])
-    states = zip(worker_ids, map(HolderState.unpack, answers), strict=True)
-    return {worker_id: state for worker_id, state in states if state is not None}
+class Recount:
+    """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
 
+    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go in the
+    meantime. So entries that a worker's messages touched are read again at the end, provided that all of these messages
+    were noted.
+    """
 
-async def _count_blocks(reader: ShardReader, scope_id: bytes, counts: dict[bytes, _Count]) -> None:
-    async for batch in reader.block_batches(scope_id):
-        held: dict[tuple[bytes, Tier], list[bytes]] = {}
-        for key, value in batch:
-            for number, flags in _checked_entries(value):
-                if number in counts:
-                    counts[number].malformed |= not are_tiers(flags)
-                    for tier in tiers_of(flags):
-                        held.setdefault((number, tier), []).append(key)
-        for (number, tier), keys in held.items():
-            counts[number].scopes.setdefault(scope_id, Digest()).add(scope_id, tier, b"".join(keys))
+    def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
+        """`scope_ids`: every known scope, even if the workers are not known to use it. Without any, the workers' states are
+        still read."""
+        self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
+        self._keys = keys
+        self._scope_ids = sorted(scope_ids) or [bytes(SCOPE_ID_BYTES)]
+        self._marks_of = list(self._scope_ids)
+        """Scopes whose marks are not read yet; they follow after all blocks."""
+        self._cursor: int | bytes = 0
+        self._first = True
+        self.server = b""
+        """The server on which the pass began."""
 
+    @property
+    def ended(self) -> bool:
+        return not self._scope_ids and not self._marks_of
 
-@lru_cache(4_096)
-def _checked_entries(value: bytes) -> list[tuple[bytes, int]]:
-    """The entries of a holders value, with flags 0 if it is not one: entries sorted by number, each number once."""
-    whole = len(value) - len(value) % HOLDER_ENTRY_BYTES
-    entries = list(entries_of(value[:whole]))
-    right = whole == len(value) and all(one[0] < other[0] for one, other in pairwise(entries))
-    return entries if right else [(number, 0) for number, _ in entries]
+    def note(self, batches: Sequence[PartitionBatch]) -> None:
+        """Note messages that are about to be applied."""
+        for batch in batches:
+            for raw in batch.messages:
+                one = self._counts.get(raw[wire.WORKER_ID])
+                if one is not None and not one.moved:
+                    one.note(raw)
 
+    async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
+        """Count a part of one scope. Returns entries of unknown holder numbers found there, and the cost of the call. If
+        the store failed over, the pass ends: every worker has `moved`."""
+        of_marks, k = not self._scope_ids, self._keys
+        scopes = self._marks_of if of_marks else self._scope_ids
+        scope_id, counts = scopes[-1], list(self._counts.values())
+        function, key = ("kvatlas_scrub_marks", k.marks) if of_marks else ("kvatlas_scrub", k.blocks)
+        args = [self.server, self._cursor, CALL_COST, *self._counts]
+        answer = await functions.call_ro(function, [key(scope_id), *k.of_state], args)
+        self.server, *part = msgpack.unpackb(answer, raw=True)
+        if not part:
+            self._scope_ids.clear()
+            self._marks_of.clear()
+            for one in counts:
+                one.moved = True
+            return Strays(scope_id, []), CALL_COST
+        self._cursor, cost, states, found, strays = part
+        for one, state in zip(counts, states, strict=True):
+            one.observe(HolderState.of(state), first=self._first)
+        self._first = False
+        if of_marks:
+            for name, at, bits in zip(found[::3], found[1::3], found[2::3], strict=True):
+                counts[at].found_marks.setdefault(scope_id, {})[name] = bits
+        else:
+            for name, at, flags in iter_unpack(_FOUND, found):
+                counts[at].found.setdefault(scope_id, {})[name] = flags
+        if int(self._cursor) == 0:
+            scopes.pop()
+            if not self._scope_ids and not any(one.state is not None and one.state.marks for one in counts):
+                self._marks_of.clear()
+        return Strays(scope_id, strays, of_marks), cost
 
-async def _count_marks(reader: ShardReader, scope_id: bytes, counts: dict[bytes, _Count]) -> None:
-    values: dict[bytes, bytes] = {}  # a scan may return a field twice
-    async for some in reader.scan(reader.keys.marks(scope_id)):
-        values.update(some)
-    for name, value in values.items():
-        is_head = len(name) > HASH_BYTES
-        size = HEAD_ENTRY_BYTES if is_head else NUMBER_BYTES
-        for at in range(0, len(value), size):
-            count = counts.get(value[at : at + NUMBER_BYTES])
-            if count is not None and is_head:
-                bits = int.from_bytes(value[at + NUMBER_BYTES : at + size], "big")
-                count.marks.add_head(scope_id, name[:HASH_BYTES], bits)
-            elif count is not None:
-                count.marks.add_marks(scope_id, name)
+    async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
+        """Follow the workers that changed in the meantime, and return every worker's count."""
+        for one in self._counts.values():
+            if one.went_on and not one.moved:
+                await one.catch_up(self._keys, functions, self.server)
+            one.add_up()
+        return list(self._counts.values())
+
+    async def complete(self, functions: IndexFunctions) -> list[WorkerCount]:
+        """The whole pass at once."""
+        while not self.ended:
+            await self.part(functions)
+        return await self.finish(functions)

@@ -26,6 +26,7 @@ REMEMBERED_S = 300.0
 """Time for which this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
+"""As `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
 """Names of forgotten scopes that are kept for `usage`."""
 
@@ -77,13 +78,12 @@ class ScopeRegistry:
         for first in range(0, len(ids), SCOPES_A_CALL):
             some = ids[first : first + SCOPES_A_CALL]
             args = [word for scope_id in some for word in (scope_id, texts[scope_id])]
-            stored = await self._functions.call("kvatlas_scope", [SCOPES, SCOPE_USES], args)
-            for scope_id, text in zip(some, stored, strict=True):
-                if text != texts[scope_id]:
-                    ours, known = scope_from_canonical(texts[scope_id]), scope_from_canonical(text)
-                    raise InvalidValue(
-                        f"scope {ours.log_name} has the id {scope_id.hex()} of another scope ({known.log_name})"
-                    )
+            if other := await self._functions.call("kvatlas_scope", [SCOPES, SCOPE_USES], args):
+                scope_id, text = other
+                ours, known = scope_from_canonical(texts[scope_id]), scope_from_canonical(text)
+                raise InvalidValue(
+                    f"scope {ours.log_name} has the id {scope_id.hex()} of another scope ({known.log_name})"
+                )
 
     # ------------------------------------------------------------ reading
 
@@ -143,7 +143,7 @@ class ScopeRegistry:
             return
         if await self._store.ask(self._store.client.hlen(USAGE_SCOPES)) >= MOST_USED_SCOPES:
             for reader in usage:
-                await reader.fold(spent)
+                await reader.merge(spent)
             return
         names = {scope_id: scope.canonical for scope_id, scope in (await self.known(spent)).items()}
         if names:

@@ -39,9 +39,9 @@ class UsageReader:
     async def spent_scopes(self) -> set[bytes]:
         return {field[:SCOPE_ID_BYTES] for field in await read_hash(self._store, self._keys.spent)}
 
-    async def fold(self, scope_ids: Collection[bytes]) -> None:
+    async def merge(self, scope_ids: Collection[bytes]) -> None:
         """From now on, count the spent usage of these scopes without their names. At most 200."""
-        await self._functions.call("kvatlas_usage_fold", [self._keys.spent], list(scope_ids))
+        await self._functions.call("kvatlas_usage_merge", [self._keys.spent], list(scope_ids))
 
     async def _of(self, holder: bytes) -> Amounts:
         k, found, first, scopes = self._keys, Amounts(), 0, 1

@@ -103,8 +103,8 @@ class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or makes it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or it
-        can't be opened), and LayoutMismatch."""
+        """Opens the file, or creates it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or
+        it can't be opened), and LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
         """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
@@ -202,7 +202,7 @@ class IndexFile:
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 line = "another process has it open; stop that one, or choose another file"
             elif error.sqlite_errorcode in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                raise DamagedFile(self.path, f"it is no index file, or damaged ({error})") from error
+                raise DamagedFile(self.path, f"it is not an index file, or is damaged ({error})") from error
             else:
                 line = f"it can't be opened ({error})"
             raise UnsuitableStore(f"index file {self.path}: {line}") from error

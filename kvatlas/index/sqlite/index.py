@@ -1,7 +1,7 @@
 """The residency index of one process, kept in a file: for a router that restarts warm without a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from kvatlas.bus.partition_batch import PartitionBatch, Position
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope, scope_from_canonical, shard_of
 from kvatlas.index.memory.index import MemoryIndex
-from kvatlas.index.protocol import ApplyResult
+from kvatlas.index.protocol import ApplyResult, ScrubResult
 from kvatlas.index.sqlite.changes import TrackedDict, keep_on_error
 from kvatlas.index.sqlite.file import Changes, IndexFile
 from kvatlas.index.sqlite.shard import SqliteShard
@@ -89,6 +89,11 @@ class SqliteIndex(MemoryIndex):
         left = await super().sweep(shard, budget_blocks)
         await self._save(shard)
         return left
+
+    async def scrub(self, shard: int, budget_blocks: int, partitions: Collection[int] | None = None) -> ScrubResult:
+        result = await super().scrub(shard, budget_blocks, partitions)
+        await self._save(shard, result.damaged)
+        return result
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
         stored = await super().set_position(partition, expected, new)

@@ -15,10 +15,10 @@ from kvatlas.telemetry.instruments.publisher import ENGINE, LEDGER, PUBLISHER
 from kvatlas.telemetry.instruments.router import ANSWERS, INDEX_REPLICA, INDEX_REPLICA_NOW, RATES, ROUTER
 from kvatlas.telemetry.instruments.servers import (
     EJECTED,
+    EJECTION,
     FOLLOWING,
     GATEWAY,
     GATEWAY_LOAD,
-    OUTLIERS,
     PROGRESS,
     PROXY,
     PROXY_LOAD,
@@ -28,7 +28,7 @@ from kvatlas.telemetry.instruments.servers import (
     TOKENS,
 )
 
-__all__ = ["INSTRUMENTS", "TOTALS", "Instrument", "Kind", "Series"]
+__all__ = ["INSTRUMENTS", "NOT_EXPORTED", "Instrument", "Kind", "Series"]
 
 INSTRUMENTS: dict[str, dict[str, Series]] = {
     "publisher": PUBLISHER,
@@ -48,7 +48,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "gateway_load": GATEWAY_LOAD,
     "index_replica": INDEX_REPLICA,
     "index_replica_now": INDEX_REPLICA_NOW,
-    "outliers": OUTLIERS,
+    "ejections": EJECTION,
     "ejected": EJECTED,
     "progress": PROGRESS,
     "stalled": STALLED,
@@ -66,19 +66,29 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
 }
 """Group -> field of the group's counters (a dot leads into a field) -> its series."""
 
-TOTALS: dict[str, set[str]] = {
-    "publisher": {"engine_batches", "poison", "clears", "checkpoints", "snapshots", "sent_bytes", "saves"}
-    | {"saves_failed", "grants_asked", "grants_denied", "grants_unanswered", "store_notices", "store_notices_lost"}
-    | {"store_notices_refused", "control_bad", "snapshot_requests", "snapshot_requests_ignored", "heartbeats_bad"},
+NOT_EXPORTED: dict[str, set[str]] = {
+    "publisher": {
+        "engine_batches",
+        "poison",
+        "clears",
+        "checkpoints",
+        "snapshots",
+        "sent_bytes",
+        "saves",
+        "grants_asked",
+    }
+    | {"grants_denied", "grants_unanswered", "store_notices", "store_notices_lost", "snapshot_requests"}
+    | {"snapshot_requests_ignored"},
     "engine": {"state"},
     "ledger": {"cleared_events", "withdrawn", "restored", "judged_removals"},
-    "indexer": {"messages_read", "readings_started", "readings_broken", "new_streams", "fleet_writes", "records_bad"}
-    | {"partitions_taken", "partitions_given", "leases_lost", "sweeps", "scopes_forgotten"},
+    "indexer": {"messages_read", "readings_started", "readings_broken", "new_streams", "fleet_writes"}
+    | {"partitions_taken", "partitions_given", "leases_lost", "sweeps", "scopes_forgotten", "scrubs", "scrub_strays"},
     "replica": {"retired_holders"},
     "index_work": {"puts", "removes", "prefix_scans"},
-    "index_replica": {"loads", "resumed", "losses", "saves", "save_failures", "verified", "mismatches"}
-    | {"messages_read", "refused"},
+    "index_replica": {"loads", "resumed", "losses", "saves", "save_failures", "verified", "messages_read"}
+    | {"refused"},
     "rates": {"overhead_us", "requests"},
     "proxy": {"requests", "sent", "untokenized"},
 }
-"""Fields that are not exported: other fields or another group have the same data, or the status page's JSON is enough."""
+"""Group -> fields that are not exported, because other fields or another group have the same data, or the status page's JSON
+is enough. What other processes send wrong, and damage, is exported."""

@@ -14,7 +14,7 @@ HTTP_TIME = Instrument(
     Kind.HISTOGRAM,
 )
 MESSAGES_SENT = Instrument(
-    "messaging.client.sent.messages", "{message}", "Messages sent to the stream, each try counted"
+    "messaging.client.sent.messages", "{message}", "Messages sent to the stream, each attempt counted"
 )
 MESSAGES_CONSUMED = Instrument("messaging.client.consumed.messages", "{message}", "Messages read from the stream")
 MESSAGES_TIME = Instrument(

@@ -22,6 +22,7 @@ POOLS_REPAIRED = counter(
     "Times that a pool's bookings and loads were dropped because a record was damaged",
 )
 LIVENESS = counter("indexer.liveness", "{worker}", "Workers whose liveness changed, by change")
+SCRUBBED = counter("indexer.scrub.workers", "{worker}", "Workers recounted against their digest, by finding")
 
 INDEXER = {
     **by(
@@ -60,7 +61,6 @@ INDEXER = {
         snapshots_asked="asked",
         snapshots_unanswered="unanswered",
         snapshots_refused="refused",
-        refreshes="refresh",
     ),
     **by(GRANTS, "answer", grants_given="given", grants_refused="refused", grants_bad="bad", grants_excess="excess"),
     **by(
@@ -70,6 +70,7 @@ INDEXER = {
         heartbeats_bad="bad",
         heartbeats_refused="refused",
         heartbeats_excess="excess",
+        records_bad="not_written",
     ),
     **single(POOLS_REPAIRED, "pools_repaired"),
     **by(
@@ -80,6 +81,7 @@ INDEXER = {
         retirements_held="retirement_held",
         workers_too_large="too_large",
     ),
+    **by(SCRUBBED, "found", scrub_damaged="damage", scrub_given_up="no_rest"),
 }
 
 # ---------------------------------------------------------------- replica: kvatlas_indexer.gauges.ReplicaGauges

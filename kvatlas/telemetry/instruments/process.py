@@ -2,7 +2,7 @@
 
 from kvatlas.telemetry.instruments.instrument import by, counter, gauge, single
 
-# ---------------------------------------------------------------- http: kvatlas.runtime.http_counters.HttpCounters
+# ---------------------------------------------------------------- http: kvatlas.http.counters.HttpCounters
 
 HTTP_REFUSED = counter("http.refused", "{request}", "HTTP requests and connections refused at the border, by reason")
 

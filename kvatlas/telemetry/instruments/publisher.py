@@ -14,6 +14,10 @@ SEND_FAILURES = counter(
     "publisher.send.failures", "{failure}", "Failed sends, by reason; the messages wait or are sent again"
 )
 YIELDS = counter("publisher.yields", "{yield}", "Times this publisher yielded to a newer publisher of the same worker")
+REFUSED = counter(
+    "publisher.refused", "{message}", "Messages of other processes that a publisher could not use, by what they are"
+)
+SAVES_FAILED = counter("publisher.saves.failed", "{save}", "Times that the state could not be saved")
 LOAD_SAMPLES = counter("publisher.load.samples", "{sample}", "Samples of the engine's health and metrics, by outcome")
 
 PUBLISHER = {
@@ -59,6 +63,14 @@ PUBLISHER = {
         refused_other="other",
     ),
     **single(YIELDS, "yields"),
+    **by(
+        REFUSED,
+        "what",
+        heartbeats_bad="heartbeat",
+        control_bad="control",
+        store_notices_refused="store_notice",
+    ),
+    **single(SAVES_FAILED, "saves_failed"),
     **by(LOAD_SAMPLES, "outcome", load_samples="read", load_failures="failed"),
 }
 

@@ -94,7 +94,9 @@ RATES = {
 COPY_ANSWERS = counter(
     "index_replica.answers", "{lookup}", "Lookups of a router with a replica of the index, by who answered and why"
 )
-
+COPY_MISMATCHES = counter(
+    "index_replica.mismatches", "{worker}", "Workers whose blocks in a replica of the index were not those of the index"
+)
 COPY_CURRENT = gauge(
     "index_replica.current", "{copy}", "1 while the replica of the index answers, 0 while the store does"
 )
@@ -108,6 +110,7 @@ INDEX_REPLICA = {
         while_stale="store_while_stale",
         while_large="store_while_too_large",
     ),
+    **single(COPY_MISMATCHES, "mismatches"),
 }
 INDEX_REPLICA_NOW = {
     **single(COPY_CURRENT, "current"),

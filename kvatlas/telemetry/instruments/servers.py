@@ -5,7 +5,7 @@ from kvatlas.telemetry.instruments.instrument import Instrument, Kind, by, count
 # ---------------------------------------------------------------- proxy: kvatlas_router.proxy.counters.ProxyCounters
 
 PROXY_ENDS = counter("proxy.ends", "{request}", "Requests ended, by how")
-PROXY_RETRIES = counter("proxy.retries", "{try}", "Attempts moved to another worker, by reason")
+PROXY_RETRIES = counter("proxy.retries", "{attempt}", "Attempts moved to another worker, by reason")
 PROXY_WAIT = histogram("proxy.overhead", "s", "From a request's arrival until it is sent to an engine, by attempt")
 GENAI_TTFT = Instrument(
     "gen_ai.server.time_to_first_token",
@@ -19,9 +19,9 @@ GENAI_TIME = Instrument(
 PROXY_HELD = counter("proxy.held", "{booking}", "Bookings made over HTTP, by change")
 
 PROXY_APART = counter(
-    "proxy.apart", "{try}", "Tries with a prefill worker of their own: sent, and failed by that worker"
+    "proxy.apart", "{attempt}", "Attempts with a prefill worker of their own: sent, and failed by that worker"
 )
-PROXY_FETCHING = counter("proxy.fetching", "{try}", "Tries whose engine was sent to fetch KV from another one")
+PROXY_FETCHING = counter("proxy.fetching", "{attempt}", "Attempts whose engine was sent to fetch KV from another one")
 PROXY_RESUMED = counter("proxy.continued", "{stream}", "Streams that another worker continued after their engine died")
 PROXY_NOT_CONTINUED = counter(
     "proxy.not_continued",
@@ -48,7 +48,9 @@ _NOT_CONTINUED = (
     "refused",
     "no_worker",
 )
-PROXY_BUDGET = counter("proxy.retries.budget", "{try}", "Further tries, by whether the retry budget allowed them")
+PROXY_BUDGET = counter(
+    "proxy.retries.budget", "{attempt}", "Further attempts, by whether the retry budget allowed them"
+)
 PROXY_QUEUED = counter("proxy.queued", "{request}", "Requests for which every engine was full, by outcome")
 
 PROXY = {
@@ -146,16 +148,16 @@ GATEWAY_LOAD = {
     **single(GATEWAY_POOL_WAITING, "pool_waiting"),
 }
 
-# ---------------------------------------------------------------- outliers: kvatlas_router.outliers.monitor.OutlierCounters
+# ---------------------------------------------------------------- ejections: kvatlas_router.ejection.monitor.EjectionCounters
 
-ENGINE_ANSWERS = counter("outliers.answers", "{answer}", "Engines' answers, by what they say about their worker")
-EJECTIONS = counter("outliers.changes", "{worker}", "Workers ejected because they fail, and readmitted")
+ENGINE_ANSWERS = counter("ejection.answers", "{answer}", "Engines' answers, by what they say about their worker")
+EJECTIONS = counter("ejection.changes", "{worker}", "Workers ejected because they fail, and readmitted")
 
-EJECTED_NOW = gauge("outliers.ejected", "{worker}", "Workers that get no requests because they fail")
+EJECTED_NOW = gauge("ejection.workers", "{worker}", "Workers that get no requests because they fail")
 
 EJECTED = single(EJECTED_NOW, "ejected_workers")
-"""Fields of kvatlas_router.outliers.monitor.OutlierMonitor."""
-OUTLIERS = {
+"""Fields of kvatlas_router.ejection.monitor.EjectionMonitor."""
+EJECTION = {
     **by(ENGINE_ANSWERS, "verdict", good="good", bad="bad"),
     **by(EJECTIONS, "change", ejections="ejected", readmissions="readmitted"),
 }

@@ -71,7 +71,8 @@ StoreChange = StoredInStore | GoneFromStore | StoreCleared | AdapterGone
 
 @dataclass(frozen=True, slots=True)
 class StoreNotice:
-    """See the module. `block_size`: tokens of the writer's blocks; `block_bytes`: bytes of each in the store, 0 if unknown."""
+    """See the module docstring. `block_size`: tokens of the writer's blocks; `block_bytes`: bytes of each in the store, 0 if
+    unknown."""
 
     block_size: int
     uses_keys: bool

@@ -18,7 +18,7 @@ _Step = tuple[EngineHash | None, EngineHash, str | None, str | None, str]
 
 
 class AwaitingParent:
-    """See the module. It does not decide where blocks belong."""
+    """See the module docstring. It does not decide where blocks belong."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -36,7 +36,7 @@ class AwaitingParent:
         return (event for events in self._by_parent.values() for event in events)
 
     def keep(self, event: EngineStored) -> None:
-        """Keep an event with an unknown parent, from its first step that no kept event has.
+        """Keep an event with an unknown parent, without the leading steps that it shares with events already kept.
 
         Raises InvalidValue for token ids beyond 32 bits.
         """

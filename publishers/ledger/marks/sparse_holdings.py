@@ -125,7 +125,7 @@ class SparseHoldings:
             self._changed.append(block)
 
     def enter(self, name: EngineHash, block: Stretch) -> None:
-        """Let a newly known hash's block be held wherever the hash is held."""
+        """Count a newly known hash's block as held wherever the hash is held."""
         for bit in self._bits_of(name):
             self.gain(block, bit)
 

@@ -39,7 +39,7 @@ from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
 MOST_OF_TENANT = 16
-"""Of one tenant, where there are several."""
+"""Followers of one tenant, if there are several tenants."""
 LOOK_S = 1.0
 """Interval at which the index is checked for workers that it has closed, since the stream does not report them."""
 
@@ -73,7 +73,7 @@ class ChangeStreams:
     async def follow(
         self, view: View, after: Position | None, *, share: int = MOST_FOLLOWERS
     ) -> AsyncGenerator[Change | None, None]:
-        """Yield changes until the stream's consumer is lost, and None about each LOOK_S without one. `after=None`:
+        """Yield changes until the stream's consumer is lost, and None about every LOOK_S while there is none. `after=None`:
         start with a snapshot.
 
         Raises PositionLost, TooManyFollowers, Unreachable and KvatlasError before the first change.

@@ -42,16 +42,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RadixIndex:
-    """`caller`: proves who opened a stream; aborts it otherwise. `admitted`: one query of a caller, within its limits."""
+    """`caller`: proves who opened a stream; aborts it otherwise. `prove`: proves it for one query, because a key may be
+    withdrawn while the stream is open. `admitted`: one query of a caller, within its limits."""
 
     def __init__(
         self,
         api: QueryApi,
         caller: Callable[[Context], Awaitable[Caller]],
+        prove: Callable[[Context], Awaitable[Caller]],
         admitted: Callable[[Caller, Query], AbstractAsyncContextManager[None]],
     ) -> None:
         self._api = api
         self._caller = caller
+        self._prove = prove
         self._admitted = admitted
 
     @property
@@ -67,12 +70,12 @@ class RadixIndex:
         }
 
     async def _subscribe(self, queries: AsyncIterator[Query], context: Context) -> None:
-        caller = await self._caller(context)
+        await self._caller(context)
         room, writing = asyncio.Semaphore(MOST_OUTSTANDING), asyncio.Lock()
 
         async def answer(query: Query) -> None:
             try:
-                match = Match(query_id=query.query_id, scores=await self._scores(query, caller))
+                match = Match(query_id=query.query_id, scores=await self._scores(query, context))
                 async with writing:
                     await context.write(match)
             finally:
@@ -91,9 +94,10 @@ class RadixIndex:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, line)
             yield PublishAck(holder=update.holder, epoch=update.epoch, applied_seq=update.seq)
 
-    async def _scores(self, query: Query, caller: Caller) -> Sequence[HolderScore]:
+    async def _scores(self, query: Query, context: Context) -> Sequence[HolderScore]:
         try:
             with self._api.counters.question():
+                caller = await self._prove(context)
                 async with self._admitted(caller, query):
                     return await self._find(query, caller)
         except KvatlasError:
@@ -116,7 +120,7 @@ class RadixIndex:
         )
         matches, _ = await self._api.find(await self._api.prompt_of(question, caller))
         blocks: dict[str, int] = {}
-        for match in matches:  # the deepest first: of an engine's ranks at one address, it counts
+        for match in matches:  # deepest first, because only the deepest of an engine's ranks at one address is kept
             if match.endpoint.url and match.block_size == keyspace.block_size:
                 blocks.setdefault(match.endpoint.url, match.held.tokens // keyspace.block_size)
         return [

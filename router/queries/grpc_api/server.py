@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +13,8 @@ import grpc
 from kvatlas.blocks.external_chain import MAX_HASH, external_chain, hash_text
 from kvatlas.blocks.hashing import HASH_BYTES, pack_hashes, unpack_hashes
 from kvatlas.errors import InvalidValue, KvatlasError, SettingsError, Unreachable
+from kvatlas.http.bounded_port import BoundedPort
+from kvatlas.http.server import Listener
 from kvatlas.identity import OWN_CHAIN
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.queries.api import MOST_MATCHES, QueryApi
@@ -28,6 +30,7 @@ from kvatlas_router.queries.grpc_api.kv_indexer_pb2 import (
 from kvatlas_router.queries.grpc_api.radix_index import SERVICE as SMG_SERVICE
 from kvatlas_router.queries.grpc_api.radix_index import RadixIndex
 from kvatlas_router.queries.question import ANY_TENANT, MAX_HASHES, MAX_TOKENS, Form, Question, check_length
+from kvatlas_router.queries.question_body import copy_in_slices
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tenancy.entrance import Entrance
 from kvatlas_router.tenancy.limits import OverLimit
@@ -37,7 +40,12 @@ SERVICE = "kvatlas.index.v1.Index"
 SGLANG_SERVICE = "kv_indexer.v1.KVIndexer"
 MODEL_KEY = "x-kvatlas-model"
 """Metadata with the model, since SGLang's queries name none. Without it, the fleet must serve only one model."""
-MOST_MESSAGE_BYTES = 16 << 20
+MOST_MESSAGE_BYTES = 3 * MAX_TOKENS
+"""Token ids below 2^21 take at most 3 bytes. Longer messages would delay others while they are decoded."""
+MOST_STREAMS = 64
+"""Simultaneous calls of one connection; the client delays more of them."""
+LOST_S = 60
+"""Time without a byte after which a client is asked whether it is still there."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 _STATUS: Mapping[type[KvatlasError], grpc.StatusCode] = {
@@ -55,24 +63,33 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcAddress:
-    """The address on which the server listens. `credentials=None`: plain text."""
-
-    host: str
-    port: int
-    credentials: grpc.ServerCredentials | None
-
-
 class GrpcServer:
-    """`port`: the bound port, after `start`."""
+    """`port`: the bound port. `refused`: counters of its connections."""
 
-    def __init__(self, api: QueryApi, entrance: Entrance | None, address: GrpcAddress) -> None:
-        """`entrance=None`: all callers are the one tenant."""
+    def __init__(
+        self,
+        api: QueryApi,
+        entrance: Entrance | None,
+        listener: Listener,
+        credentials: grpc.ServerCredentials | None,
+    ) -> None:
+        """`entrance=None`: all callers are the one tenant. `listener`: the port. `credentials=None`: plain text."""
         self._api = api
         self._entrance = entrance
-        self._address = address
-        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", MOST_MESSAGE_BYTES)])
+        self._credentials = credentials
+        self._door = BoundedPort(listener)
+        self.refused = self._door.counters
+        self.port: int = listener.socket.getsockname()[1]
+        access = listener.access
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
+                ("grpc.max_concurrent_streams", MOST_STREAMS),
+                ("grpc.server_handshake_timeout_ms", round(access.header_s * 1_000)),
+                ("grpc.max_connection_idle_ms", access.idle_s * 1_000),
+                ("grpc.keepalive_time_ms", 1_000 * LOST_S),
+            ]
+        )
         own: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Overlap": grpc.unary_unary_rpc_method_handler(
                 self._answering(self._overlap), OverlapRequest.FromString, OverlapResponse.SerializeToString
@@ -88,29 +105,28 @@ class GrpcServer:
                 MatchExternalKvPrefixResponse.SerializeToString,
             )
         }
-        smg = RadixIndex(api, self._proven_caller, self._admitted).handlers
+        smg = RadixIndex(api, self._proven_caller, self._caller, self._admitted).handlers
         services = ((SERVICE, own), (SGLANG_SERVICE, sglang), (SMG_SERVICE, smg))
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services)
         )
-        self.port = 0
 
     async def start(self) -> None:
-        """Listen. Raises SettingsError for an address that can't be listened on."""
-        host, port = self._address.host, self._address.port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """Serve. Raises SettingsError if the server can't be started."""
         try:
-            if self._address.credentials is None:
-                self.port = self._server.add_insecure_port(address)
+            if self._credentials is None:
+                self._server.add_insecure_port(self._door.server_address)
             else:
-                self.port = self._server.add_secure_port(address, self._address.credentials)
+                self._server.add_secure_port(self._door.server_address, self._credentials)
         except RuntimeError as error:
-            raise SettingsError(f"the index server can't listen on {address} (--grpc-port): {error}") from error
+            raise SettingsError(f"the index server can't serve gRPC (--grpc-port): {error}") from error
         await self._server.start()
+        await self._door.start()
 
     async def stop(self) -> None:
         """Stop. Running answers get one second."""
         await self._server.stop(1)
+        await self._door.stop()
 
     def _answering(self, answer: Callable[[Q, Caller, Context], Awaitable[A]]) -> Callable[[Q, Context], Awaitable[A]]:
         """Wrap a handler, so that its errors become a status with one line."""
@@ -139,21 +155,24 @@ class GrpcServer:
         if self._entrance is None:
             return ANYBODY
         metadata = [(key.encode(), _to_bytes(value)) for key, value in context.invocation_metadata() or ()]
-        address = context.peer().removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-        return await self._entrance.prove(metadata, address)
+        return await self._entrance.prove(metadata, self._door.address_of(context.peer()))
 
     @asynccontextmanager
     async def _admitted(self, caller: Caller, request: Any) -> AsyncIterator[None]:
         """One question of this caller, within its limits. Raises OverLimit and InvalidValue."""
+        if self._entrance is None:
+            yield
+            return
         most = caller.limits.body_bytes
-        if most is not None and request.ByteSize() > most:
-            raise InvalidValue(f"the message has {request.ByteSize()} bytes; expected at most {most}")
-        permit = None if self._entrance is None else await self._entrance.admit_caller(caller)
+        if most is not None and (size := request.ByteSize()) > most:
+            line = f"the message has {size} bytes; expected at most {most}"
+            self._entrance.count_too_long(caller, line)
+            raise InvalidValue(line)
+        permit = await self._entrance.admit_caller(caller)
         try:
             yield
         finally:
-            if permit is not None:
-                permit.end()
+            permit.end()
 
     async def _overlap(self, request: OverlapRequest, caller: Caller, _: Context) -> OverlapResponse:
         given = [bool(request.token_ids), bool(request.hashes), bool(request.text)]
@@ -173,7 +192,7 @@ class GrpcServer:
                 request.model,
                 request.adapter or None,
                 ANY_TENANT,
-                list(request.token_ids) or None,
+                await copy_in_slices(request.token_ids) or None,
                 pack_hashes(list(request.hashes)),
                 request.block_size or None,
                 None,
@@ -202,7 +221,8 @@ class GrpcServer:
         try:
             after = read_position(request.position) if request.position else None
             caller = await self._caller(context)
-            async with self._admitted(caller, request), aclosing(self._api.follow(caller, after)) as changes:
+            again = partial(self._caller, context)
+            async with self._admitted(caller, request), aclosing(self._api.follow(caller, after, again)) as changes:
                 async for change in changes:
                     if change is not None:
                         position = "" if change.position is None else position_text(change.position)

@@ -25,7 +25,7 @@ async def print_request_figures(folder: Path, log: Callable[[str], None]) -> boo
         log(
             f"{REQUESTS} requests over two routers and four engines, one of them bad; usually {usual * 1_000:.0f} ms each"
         )
-        log("| the bad engine | lost | broken | longest added latency | tries there: first third | last third |")
+        log("| the bad engine | lost | broken | longest added latency | attempts there: first third | last third |")
         log("|---|---|---|---|---|---|")
         lost = 0
         for name, continues in [*((name, "off") for name in FAULTS), *((name, "all") for name in sorted(BREAKS))]:

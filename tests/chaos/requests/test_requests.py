@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvatlas.store.connection import Store, open_store
-from kvatlas_router.outliers.pool_outliers import MOST_EJECT_S
+from kvatlas_router.ejection.pool_ejections import MOST_EJECT_S
 from tests.chaos.requests.request_faults import AT_ONCE, BREAKS, DRIBBLED, FAULTS, drive, run
 from tests.chaos.requests.rolled_routers import RouterTask, roll
 from tests.router.progress.quick_bounds import shorten_bounds
@@ -36,7 +36,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
-    monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", MOST_EJECT_S)
+    monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.EJECT_S", MOST_EJECT_S)
     shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "busy" is no fault
     figures = await run(store, valkey_url, fault, REQUESTS, continue_answers="all" if fault in BREAKS else "off")
     assert figures.lost == [] and figures.answered == REQUESTS

@@ -163,7 +163,7 @@ async def damage_by_hand(store: Store) -> list[str]:
 
 
 async def blocks_damaged_by_hand(run: ScenarioRun) -> None:
-    """No message did it, so none finds it: fresh snapshots replace it, and no worker vanishes from the index meanwhile."""
+    """No message did it, so none finds it: the scrub does, and no worker vanishes from the index meanwhile."""
     fleet = run.fleet
     await run.wait_for_answers(20)
     damaged = await damage_by_hand(fleet.store)

@@ -14,7 +14,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.wire import RawMessage
 from kvatlas.identity import Scope
 from kvatlas.index.holder_entries import number_bytes
-from kvatlas.index.redis import sweep
+from kvatlas.index.redis import recount, sweep
 from kvatlas.index.redis.apply_call import unpack_answer
 from kvatlas.index.redis.index import RedisIndex, open_redis_index
 from kvatlas.index.redis.index_functions import IndexFunctions
@@ -30,7 +30,8 @@ OTHERS = 1_000_000
 """The first number of holders that only values have."""
 SCAN, SCOPE_BEGIN, BLOCK, ENTRY = 8, 4, 1, 0.1
 GONE, COUNTED = 0.5, 8
-"""What the function counts."""
+FOUND, OTHER = 0.3, 0.5
+"""What the functions count: for both, for a sweep, for a scrub."""
 
 
 async def most_blocks_a_step(store: Store) -> int:
@@ -93,6 +94,23 @@ async def test_a_sweep_looks_at_as_many_blocks_as_their_values_allow(
     assert len(costs) > 10 and max(costs) < sweep.CALL_COST + SCOPE_BEGIN + COUNTED + step + 1
     values = await store.client.hvals(K.blocks(SCOPE.scope_id))
     assert {len(value) for value in values} == {4 * 1_000, 4 * 4_000}
+
+
+async def test_a_scrub_looks_at_as_many_blocks_as_their_values_allow(index: RedisIndex, store: Store) -> None:
+    hashes, source = pack_hashes(range(1, 201)), MessageSource("w")
+    await apply_messages(index, source.begin(1), source.store(SCOPE, hashes))
+    await lengthen_values(store, hashes, 500)
+    together = await most_blocks_a_step(store)
+    counted = recount.Recount(K, ["w"], [SCOPE.scope_id])
+    costs, strays = [], set[bytes]()
+    while not counted.ended:
+        found, cost = await counted.part(IndexFunctions(store))
+        costs.append(cost)
+        strays.update(found.fields)
+    [one] = await counted.finish(IndexFunctions(store))
+    step = SCAN + together * (BLOCK + ENTRY * 501 + FOUND) + OTHER * 199  # the first block has 500 others, all have 699
+    assert len(costs) > 10 and max(costs) < recount.CALL_COST + step + 1
+    assert strays == set(split(hashes)) and not one.wrong
 
 
 async def test_messages_of_few_blocks_with_very_long_values_are_calls_of_their_own(

@@ -15,7 +15,6 @@ from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
 from kvatlas.index.sqlite.index import SqliteIndex
-from tests.kvatlas.index.damage import damaged
 from tests.kvatlas.index.message_source import BLOCK_BYTES, MessageSource, apply_messages, contents
 
 pytestmark = pytest.mark.anyio
@@ -261,7 +260,7 @@ async def test_a_scope_is_forgotten_when_no_block_of_it_is_left(index: Residency
     assert await index.forget_scopes(0.0) == 1
     assert await index.forget_scopes(0.0) == 0
     assert await contents(index, "w") == source.held
-    assert await damaged(index, "w") == []
+    assert (await index.scrub(0, 1 << 30)).damaged == []
 
 
 async def test_direct_writes_add_remove_and_clear(index: ResidencyIndex) -> None:

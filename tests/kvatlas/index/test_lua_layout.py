@@ -40,20 +40,20 @@ def test_events_have_the_same_codes() -> None:
         "unmarked": wire.UNMARKED,
         "heads": wire.HEADS,
     }
-    assert numbers(INDEX_LIBRARY.source("_fold"), "CODE") == codes
+    assert numbers(INDEX_LIBRARY.source("_fence"), "CODE") == codes
 
 
 def test_events_have_the_same_fields() -> None:
-    fold = constants(INDEX_LIBRARY.source("_fold"))
+    fence = constants(INDEX_LIBRARY.source("_fence"))
     names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
     names["PARENT"] = wire.PARENT
-    assert {name: fold[f"EVENT_{name}"] - 1 for name in names} == names
-    assert (fold["REMOVED_LOW"], fold["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
-    assert (fold["STORED_LOW"], fold["STORED_HIGH"]) == (wire.RESERVED + 2, wire.RESERVED + 3)
-    assert (fold["END_CHUNKS"], fold["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
-    assert fold["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
-    assert fold["BEGIN_DROPPED"] == wire.DROPPED + 1
-    assert (fold["MARK_HASHES"], fold["HEAD_BITS"]) == (wire.MARK_HASHES + 1, wire.HEAD_BITS + 1)
+    assert {name: fence[f"EVENT_{name}"] - 1 for name in names} == names
+    assert (fence["REMOVED_LOW"], fence["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
+    assert (fence["STORED_LOW"], fence["STORED_HIGH"]) == (wire.RESERVED + 2, wire.RESERVED + 3)
+    assert (fence["END_CHUNKS"], fence["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
+    assert fence["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1
+    assert fence["BEGIN_DROPPED"] == wire.DROPPED + 1
+    assert (fence["MARK_HASHES"], fence["HEAD_BITS"]) == (wire.MARK_HASHES + 1, wire.HEAD_BITS + 1)
 
 
 def test_masks_and_sizes_are_the_same() -> None:

@@ -14,7 +14,7 @@ from kvatlas.index.mark_lookup import HEAD_SUFFIX, SEGMENT
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.protocol import ResidencyIndex
 from kvatlas.index.redis.index import RedisIndex
-from tests.kvatlas.index.damage import Damage, damaged
+from tests.kvatlas.index.damage import Damage
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
 
 pytestmark = pytest.mark.anyio
@@ -161,12 +161,27 @@ async def leftovers(index: ResidencyIndex) -> list[bytes]:
     ]
 
 
+async def change_mark(index: ResidencyIndex, field: bytes, value: bytes) -> None:
+    """Damages what is stored: the value of a marked block, or with the suffix of a head."""
+    if isinstance(index, RedisIndex):
+        key = Damage(index, "w").keys.marks(SCOPE.scope_id)
+        await (index._store.client.hset(key, field, value) if value else index._store.client.hdel(key, field))
+        return
+    assert isinstance(index, MemoryIndex)
+    table = index._shards[Damage(index, "w").shard].table.marks
+    values = table.heads if field.endswith(HEAD_SUFFIX) and len(field) == 9 else table.marks
+    one = values.setdefault(SCOPE.scope_id, {})
+    one[field[:8]] = value
+    if not value:
+        del one[field[:8]]
+
+
 @pytest.mark.parametrize("what", ["a mark is added", "a mark is lost", "a head is lost", "a head has other bits"])
-@pytest.mark.parametrize("index", ["valkey", "redis8-4"], indirect=True)
-async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: RedisIndex, what: str) -> None:
+async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: ResidencyIndex, what: str) -> None:
     source = hybrid("w")
     await apply_messages(index, source.begin(1), source.store(SCOPE, TRUNK), source.mark(SCOPE, [block(9)]))
-    assert await damaged(index, "w") == []
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    assert [one for result in found for one in result.damaged] == []
     number = await Damage(index, "w").number()
     field, value = {
         "a mark is added": (block(20), number),
@@ -174,16 +189,20 @@ async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: RedisIn
         "a head is lost": (block(0) + HEAD_SUFFIX, b""),
         "a head has other bits": (block(0) + HEAD_SUFFIX, number + bytes(7) + b"\x01"),
     }[what]
-    key, client = Damage(index, "w").keys.marks(SCOPE.scope_id), index._store.client
-    await (client.hset(key, field, value) if value else client.hdel(key, field))
-    assert await damaged(index, "w") == ["w"]
+    await change_mark(index, field, value)
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    assert [one for result in found for one in result.damaged] == ["w"]
+    if isinstance(index, RedisIndex):
+        [counted] = await index.recount(["w"])
+        assert not counted.sound
     await apply_messages(index, source.begin(2))
     for shard in range(index.shards):
         while await index.sweep(shard, 1 << 30):
             pass
     if what == "a mark is added":  # the sweep took it with the old holder's others
         assert await reach(index) == {"w": 10}
-    assert await damaged(index, "w") == []
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    assert [one for result in found for one in result.damaged] == []
 
 
 @pytest.mark.parametrize("index", ["valkey"], indirect=True)

@@ -12,9 +12,9 @@ import pytest
 
 from kvatlas.cost import Load
 from kvatlas.cost.regression import FORM, SUMS, Evidence
+from kvatlas.ejection import EjectionChange, EjectionStore, Verdict
+from kvatlas.ejection.store import ejections_key
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
-from kvatlas.outliers.store import outliers_key
 from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.store import answers_key, read_stored_reports, write_answer_report
 from kvatlas.reservations import (
@@ -288,17 +288,17 @@ async def test_damaged_rates_are_left_out_and_replaced_by_the_next_evidence(
     assert await reservations.read_evidence(POOL) == {"a": one}
 
 
-async def test_damaged_outliers_and_answers_are_dropped(store: Store) -> None:
-    outliers = OutlierStore(store)
-    change = OutlierChange("a", 0.0, 3.0, Verdict.EJECT, 0, 5.0)
+async def test_damaged_ejections_and_answers_are_dropped(store: Store) -> None:
+    ejections = EjectionStore(store)
+    change = EjectionChange("a", 0.0, 3.0, Verdict.EJECT, 0, 5.0)
     for value in [*VALUES, None]:
-        await outliers.exchange(POOL, "r", [change._replace(worker_id="b")])
+        await ejections.exchange(POOL, "r", [change._replace(worker_id="b")])
         if value is None:
-            await store.client.delete(outliers_key(POOL))
-            await store.client.set(outliers_key(POOL), "text")
+            await store.client.delete(ejections_key(POOL))
+            await store.client.set(ejections_key(POOL), "text")
         else:
-            await store.client.hset(outliers_key(POOL), "a", value)
-        found = await outliers.exchange(POOL, "r", [change])
+            await store.client.hset(ejections_key(POOL), "a", value)
+        found = await ejections.exchange(POOL, "r", [change])
         assert found["a"].bad == 3.0
     for value in VALUES:
         await store.client.hset(answers_key(POOL), "r", value)

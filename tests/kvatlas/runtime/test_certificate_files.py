@@ -11,9 +11,9 @@ import pytest
 from starlette.applications import Starlette
 
 from kvatlas.bus.access import NatsAccess
+from kvatlas.http.access import HttpAccess
+from kvatlas.http.server import listen, serve
 from kvatlas.runtime.certificate_files import RenewedContext, certificates_in_use, valid_until
-from kvatlas.runtime.http_access import HttpAccess
-from kvatlas.runtime.http_server import listen, serve
 from kvatlas.store.access import RedisAccess
 from tests.certificates import Authority, IssuedFiles
 

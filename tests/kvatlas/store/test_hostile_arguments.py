@@ -125,6 +125,7 @@ def bytes_of(answer: object) -> int:
 @example(keys=[KEYS[0]] * 17, args=[b"0", b"20000000"])
 @example(keys=[KEYS[0]] * 17, args=[b"", b"0", b"nan", b"w"])
 @example(keys=[KEYS[0]] * 17, args=[b"", b"0", b"1e300", b"w"])
+@example(keys=[KEYS[0], KEYS[1]] + [KEYS[0]] * 15, args=[b"w", b"w" * 300_000] * 8)
 def test_no_argument_makes_a_function_hold_or_fill_the_store(
     store: Redis, function: str, keys: list[str], args: list[bytes]
 ) -> None:

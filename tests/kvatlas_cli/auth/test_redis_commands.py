@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from kvatlas.fleet_store.allowances import allowance_key
-from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, OBJECTS, POOLS
+from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, POOLS, object_keys
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.index.redis.keys import SCOPES
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
@@ -43,6 +43,7 @@ INDEX_COMMANDS |= {
     "set",
     "srandmember",
     "srem",
+    "zcard",
 }
 
 BLOCKS = "kva:{s0}:blocks:00"
@@ -56,7 +57,7 @@ KEYS = {
     "bookings": "kva:{pool:p}:load.2",
     "mark": "kva:{fleet}:library:kvatlas_pool_00",
     "allowance": allowance_key("requests:acme"),
-    "objects": OBJECTS[0],
+    "objects": object_keys("acme")[0],
     "of others": "others",
 }
 ROUTER = {
@@ -69,7 +70,7 @@ ROUTER = {
     "bookings": POOL_READS | POOL_WRITES | CALL_RO | CALL,
     "mark": POINT_READS | CALL_RO | CALL | {"set"},
     "allowance": POINT_READS | CALL_RO | CALL | {"hset", "pexpire"},
-    "objects": POINT_READS | CALL_RO | CALL | {"hset", "expire", "rename"},
+    "objects": POINT_READS | CALL_RO | CALL | {"hset", "expire", "rename", "zadd", "zcard", "zrangebyscore", "zrem"},
     "of others": set[str](),
 }
 INDEXER = dict.fromkeys(KEYS, INDEX_COMMANDS) | {"of others": set()}

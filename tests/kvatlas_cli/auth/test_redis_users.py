@@ -10,6 +10,7 @@ import trustme
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from kvatlas.ejection import EjectionChange, EjectionStore, Verdict
 from kvatlas.embedded.free_port import free_port
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import AccessDenied, InvalidValue, Unreachable
@@ -17,7 +18,6 @@ from kvatlas.fleet_store.allowances import Draw, Drawn
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
 from kvatlas.index.redis.index import open_redis_index
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
-from kvatlas.outliers import OutlierChange, OutlierStore, Verdict
 from kvatlas.predictions.accuracy import AnswerReport
 from kvatlas.predictions.store import write_answer_report
 from kvatlas.reservations import RedisReservations, WorkerReport
@@ -96,7 +96,7 @@ async def test_a_router_may_write_all_that_routers_share_and_repair_it(guarded_s
     try:
         await FleetStore(indexer).load_functions()
         reservations = RedisReservations(router)
-        found = await OutlierStore(router).exchange("p", "r", [OutlierChange("w", 0.0, 1.0, Verdict.EJECT, 0, 1.0)])
+        found = await EjectionStore(router).exchange("p", "r", [EjectionChange("w", 0.0, 1.0, Verdict.EJECT, 0, 1.0)])
         assert found["w"].times == 1
         await write_answer_report(router, "r", "p", AnswerReport())
         fleet = FleetStore(router)

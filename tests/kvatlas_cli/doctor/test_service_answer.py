@@ -2,7 +2,7 @@
 
 from kvatlas.fleet.records import EngineState, Liveness, Role
 from kvatlas_cli.doctor.finding import Finding, Level
-from kvatlas_cli.doctor.service_answer import judge_gone, judge_serving
+from kvatlas_cli.doctor.service_answer import SILENT, judge_gone, judge_serving
 from tests.kvatlas_cli.doctor.installation import fleet_record
 
 UP = [fleet_record("w1"), fleet_record("w2")]
@@ -31,6 +31,16 @@ def test_a_worker_that_is_left_out_is_named_with_the_reason() -> None:
     found = answer([*UP, lost], unusable={"w2": "its engine makes no progress"})
     assert found.level is Level.OK and "Yes, by 1 of 3 engines" in found.line
     assert "w2: its engine makes no progress" in found.line and "w3: lost" in found.line
+
+
+def test_by_load_only_if_all_are_silent() -> None:
+    """As routers have it: they believe no silence of all."""
+    lost = [fleet_record(id, liveness=Liveness.LOST) for id in ("w1", "w2")]
+    found = answer(lost, unusable={"w1": SILENT})
+    assert found.level is Level.WARNING and "By load only, because no engine's heartbeat arrives" in found.line
+    assert "(w1, w2)" in found.line
+    stalled = "its engine makes no progress"
+    assert "w1" not in answer(lost, unusable={"w1": stalled}).line.partition("were up")[2]
 
 
 def test_by_load_only_if_the_index_knows_none_of_them() -> None:

@@ -183,6 +183,54 @@ def test_other_protocols_ends_are_ends_and_no_part_of_the_answer(last: bytes) ->
     assert stream.done and not stream.parts
 
 
+def choice(index: int, finish: object = None) -> bytes:
+    return event({"choices": [{"index": index, "text": "a", "finish_reason": finish}], "usage": None})
+
+
+def generated(index: int, finish: object = None) -> bytes:
+    return event({"text": "a", "meta_info": {"finish_reason": finish}, "index": index})
+
+
+OTHER = event({"seconds": 2, "text": "a"})
+BOTH = event({"choices": [{"index": 0, "finish_reason": "stop"}, {"index": 1, "finish_reason": "length"}]})
+
+
+@pytest.mark.parametrize(
+    ("events", "choices", "whole"),
+    [
+        ([choice(0), choice(0, "stop")], 1, True),
+        ([choice(0), choice(0, "stop"), OTHER, OTHER], 1, True),
+        ([choice(0), OTHER, choice(0)], 1, False),
+        ([choice(0), choice(1, "stop"), choice(0)], 2, False),
+        ([choice(0), choice(1, "stop"), choice(1, "stop")], 2, False),
+        ([choice(0), choice(1, "stop"), choice(0, "length"), OTHER], 2, True),
+        ([choice(0), BOTH], 2, True),
+        ([choice(0), BOTH], 3, False),
+        ([choice(0), choice(1), LAST], 2, True),
+        ([generated(0), generated(1, {"type": "stop"}), generated(0)], 2, False),
+        ([generated(0), generated(1, {"type": "stop"}), generated(0, {"type": "length", "length": 2})], 2, True),
+    ],
+)
+@given(places=PLACES, hold=st.booleans(), hide=st.booleans())
+def test_an_answer_is_whole_when_each_choice_has_ended_however_it_is_cut(
+    events: list[bytes], choices: int, whole: bool, places: list[int], hold: bool, hide: bool
+) -> None:
+    text = b"".join(events)
+    for pieces in (cut(text, places), events):
+        stream = EventStream(hide_usage=hide, hold=hold, choices=choices)
+        for piece in pieces:
+            stream.feed(piece)
+        stream.end()
+        assert stream.finished is whole
+
+
+def test_nothing_behind_the_final_event_makes_an_answer_a_failed_one() -> None:
+    stream = EventStream(hide_usage=False)
+    text = CHOICES[0] + DONE + event(ERROR)
+    assert stream.feed(text) + stream.end() == text
+    assert stream.done and stream.error is None
+
+
 ERROR = {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": None, "code": 500}}
 
 
@@ -317,6 +365,6 @@ def test_plain_events_pass_as_if_they_were_read_in_full(
     quick, thorough = EventStream(hide_usage=hide, hold=hold), ThoroughStream(hide_usage=hide, hold=hold)
     for piece in [*(between + event(body) for body in bodies), DONE]:
         assert quick.feed(piece) == thorough.feed(piece)
-        for name in ("usage", "error", "parts", "events", "done", "begun", "in_event"):
+        for name in ("usage", "error", "parts", "events", "done", "begun", "in_event", "finished"):
             assert getattr(quick, name) == getattr(thorough, name), name
     assert quick.end() == thorough.end()

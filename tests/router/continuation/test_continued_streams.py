@@ -18,7 +18,7 @@ from kvatlas.identity import Scope
 from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.proxy import continued_answer
 from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
@@ -352,7 +352,7 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
     ("fields", "why"),
     [
         ({"temperature": 0.7}, "sampled"),
-        ({"n": 2}, "choices"),
+        ({"n": 9}, "choices"),
         ({"ignored": 1}, "no_worker"),
         (
             {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},

@@ -16,6 +16,7 @@ from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import DONE, Seam
+from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.router.continuation.exact_engine import END, MARKERS, PROMPT, START, ExactEngine
 
@@ -91,10 +92,16 @@ def body_of(api: Api, most: int, *, wants_usage: bool) -> dict[str, Any]:
     return {"model": "m", "stream": True, "temperature": 0, "max_tokens": most, **asked, **options}
 
 
-def run(text: TextRequest, engines: Sequence[Engine | ExactEngine], deaths: Sequence[int], silent: int = 0) -> bytes:
+def run(
+    text: TextRequest,
+    engines: Sequence[Engine | ExactEngine],
+    deaths: Sequence[int],
+    silent: int = 0,
+    ends: ThoughtEnds | None = None,
+) -> bytes:
     """What a client gets of these engines, of which each but the last dies after so many events, and after `silent` more of the
     first one."""
-    seam, got, body = Seam(text), b"", dict(text.body)
+    seam, got, body = Seam(text, ends), b"", dict(text.body)
     kind = EngineKind.VLLM if isinstance(engines[0], ExactEngine) else EngineKind.SGLANG
     for engine, death in zip(engines, [*deaths, -1], strict=True):
         events = engine.stream({**body, **counting_fields(text, kind, PROMPT_TOKENS)})
@@ -212,16 +219,16 @@ def test_reasoning_goes_on_with_the_same_bytes(
 def test_reasoning_in_other_events_says_the_same(
     thought: list[str], tokens: list[str], opened: bool, strips: bool, deaths: list[int], parts: list[int]
 ) -> None:
-    """Several tokens in one event, and parsers that remove the white space before its end: if no part shows that its parser
-    does not, it is removed."""
+    """Several tokens in one event, and parsers that remove the white space before its end, which an answer to the end shows."""
     text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 99, wants_usage=True)})
     listed = [*([] if opened else [START]), "\n", "I", *thought, END, *tokens, "."]
     engines = [
         ExactEngine(listed, opened=opened, strips=strips, parts=parts[at:] + parts[:at])
         for at in range(len(deaths) + 1)
     ]
-    silent = 2 if strips or not opened else 1
-    assert thoughts(run(text, engines, deaths, silent)) == thoughts(run(text, engines[:1], [], silent))
+    silent, ends = 2 if strips or not opened else 1, ThoughtEnds()
+    undisturbed = thoughts(run(text, engines[:1], [], silent, ends))
+    assert thoughts(run(text, engines, deaths, silent, ends)) == undisturbed
 
 
 def thoughts(raw: bytes) -> tuple[str, str, Any]:
@@ -230,7 +237,7 @@ def thoughts(raw: bytes) -> tuple[str, str, Any]:
     deltas = [choice["delta"] for one in decoded for choice in one["choices"]]
     reasoning, content = ("".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "content"))
     usage = {name: value for name, value in decoded[-1]["usage"].items() if name != "completion_tokens_details"}
-    return reasoning.rstrip(), content, usage
+    return reasoning, content, usage
 
 
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
@@ -330,7 +337,8 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
         ({"tools": [{}], "tool_choice": "auto"}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"temperature": None}, Why.SAMPLED),
-        ({"n": 2}, Why.CHOICES),
+        ({"n": 8}, None),
+        ({"n": 9}, Why.CHOICES),
         ({"use_beam_search": True}, Why.BEAMS),
         ({"echo": True}, Why.ECHO),
         ({"include_reasoning": False}, Why.REASONING),
@@ -347,6 +355,23 @@ def test_positions_of_tokens_in_the_text_go_on() -> None:
 def test_which_requests_go_on(fields: dict[str, Any], why: Why | None) -> None:
     text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 9, wants_usage=True), **fields})
     assert why_not(text, ContinueMode.DETERMINISTIC) is why
+
+
+@pytest.mark.parametrize(("counts", "lag"), [((1, 2, 3), 0), ((1, 2, 5), 2), ((1, 4, 5), 0)])
+def test_the_last_tokens_of_an_event_of_several_may_have_no_text(counts: Sequence[int], lag: int) -> None:
+    """Such as half of a letter, or the end of an answer, which engines report in an event of its own. Then the text says how
+    many tokens the next engine gets."""
+    seam = Seam(TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True)))
+    for tokens in counts:
+        chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+        usage = {"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens}
+        seam.feed(b"data: " + json.dumps({**chunk, "usage": usage}).encode() + b"\n\n")
+    rest = seam.rest()
+    assert (rest.tokens, rest.lag) == (counts[-1], lag)
+    seam.resume(rest, rest.counted(3))
+    less = {"id": "2", "choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": None}]}
+    usage = {"prompt_tokens": 7 + (3 if lag else counts[-1]), "completion_tokens": 1, "total_tokens": 11}
+    assert b'"content": "b"' in seam.feed(b"data: " + json.dumps({**less, "usage": usage}).encode() + b"\n\n")
 
 
 def test_a_partial_message_of_the_client_goes_on() -> None:

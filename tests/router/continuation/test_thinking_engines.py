@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvatlas.store.connection import Store
-from kvatlas_router.outliers.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget
 from tests.router.continuation.exact_engine import END, MARKERS, OPENED, PROMPT, START, ExactEngine
 from tests.router.continuation.mortal_engine import read_stream
 from tests.router.continuation.test_continued_streams import TOOL
@@ -97,3 +97,32 @@ async def test_reasoning_goes_on_after_each_event(
             assert thoughts(found) == thoughts(undisturbed), (after, script.asked, counted)
             assert script.asked[1:] in ([], [path])
         assert counted["resumed"] >= 10
+
+
+@pytest.mark.parametrize("strips", [True, False])
+async def test_the_white_space_at_the_end_of_reasoning_is_not_guessed(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, strips: bool
+) -> None:
+    """Events of several tokens may not show what the parser does with it; any whole answer of the pool does."""
+    monkeypatch.setattr(RetryBudget, "take", lambda _: True)
+    exact = ExactEngine([*THOUGHT, END, *WORDS], opened=True, strips=strips, parts=(2, 3))
+    script = ThinkingEngine(exact)
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(store, {}))
+        for worker_id in ("w0", "w1", "w2"):
+            engine = await stack.enter_async_context(faulty_engine(script.answer))
+            await fleet.report(worker_id, engine.url)
+        settings = {"continue_answers": "all", "tokenizer_deadline_ms": PATIENT_MS}
+        client = await stack.enter_async_context(running_proxy(valkey_url, **settings))
+
+        async def ask(*after: int) -> bytes:
+            script.after = [*after]
+            return await read_stream(client, "/v1/chat/completions", {**BODY, **USAGE})
+
+        assert b'data: {"error": ' in await ask(3)
+        counted = (await status(client))["proxy"]["continued"]
+        assert (counted["reasoning"], counted["resumed"]) == (1, 0)
+        undisturbed = thoughts(await ask())
+        assert undisturbed[0] == "".join(THOUGHT)[: -1 if strips else None]
+        assert thoughts(await ask(3)) == undisturbed
+        assert (await status(client))["proxy"]["continued"]["resumed"] == 1

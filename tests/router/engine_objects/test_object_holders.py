@@ -9,10 +9,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvatlas.fleet.records import EngineState
+from kvatlas.fleet.records import EngineState, FleetRecord
 from kvatlas.fleet_store import fleet_store
 from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store
+from kvatlas_router.engine_objects import object_holders
+from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
+from kvatlas_router.engine_objects.object_use import ObjectUse
 from tests.eventually import until
 from tests.router.answers.test_answer_errors import CREATED, TEXT, streams
 from tests.router.proxy.engines import MODEL, record, running_fleet, running_proxy
@@ -65,7 +68,7 @@ async def test_a_response_goes_on_at_the_engine_that_has_it_through_any_router(s
                 assert (again.status_code, again.json()["engine"]) == (200, made["engine"])
                 read = await router.get(f"/v1/responses/{made['id']}")
                 assert (read.status_code, read.json()["engine"]) == (200, made["engine"])
-        assert (await status(client))["outliers"]["bad"] == 0
+        assert (await status(client))["ejections"]["bad"] == 0
 
 
 async def test_a_streamed_response_is_found_again(store: Store, valkey_url: str) -> None:
@@ -159,7 +162,7 @@ async def test_an_engine_without_the_object_is_not_blamed_and_keeps_its_model(st
             assert (await ask(client, previous_response_id="resp_x")).status_code == 404
         assert (first.asked, second.asked) == (4, 0)
         counted = await status(client)
-        assert counted["outliers"]["bad"] == 0 and not counted["ejected"]
+        assert counted["ejections"]["bad"] == 0 and not counted["ejected"]
         assert (await ask(client, previous_response_id=None)).status_code == 200
 
 
@@ -181,3 +184,47 @@ async def test_the_oldest_objects_are_forgotten(store: Store, monkeypatch: pytes
         assert await fleet.find_object(f"r{number}") == "w1"
     kept = [number for number in range(100) if await fleet.find_object(f"r{number}") is not None]
     assert 10 <= len(kept) <= 22 and kept == list(range(100 - len(kept), 100))
+
+
+@pytest.mark.parametrize("mine", ["a", None])
+async def test_one_tenants_objects_make_routers_forget_no_other_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch, mine: str | None
+) -> None:
+    """Nor does it find theirs, whatever it calls its own."""
+    monkeypatch.setattr(fleet_store, "MOST_OBJECTS", 40)
+    monkeypatch.setattr(object_holders, "MOST_KNOWN", 40)
+    fleet = FleetStore(store)
+
+    async def records() -> dict[str, FleetRecord]:
+        return {"w1": record("w1", "http://a"), "w2": record("w2", "http://b")}
+
+    here, elsewhere = ObjectHolders(fleet, records), ObjectHolders(fleet, records)
+    for number in range(15):
+        await here.record([f"r{number}"], "w1", mine)
+    await here.record([f"f{number}" for number in range(5_000)], "w2", "flood")
+    for holders in (here, elsewhere):
+        for number in range(15):
+            found = await holders.find(ObjectUse((f"r{number}",)), None, mine)
+            assert found is not None and found.endpoint.id == "w1"
+            with pytest.raises(ObjectUnknown):
+                await holders.find(ObjectUse((f"r{number}",)), None, "flood")
+    with pytest.raises(ObjectUnknown):
+        await elsewhere.find(ObjectUse(("f0",)), None, "flood")
+    last = await elsewhere.find(ObjectUse(("f4999",)), None, "flood")
+    assert last is not None and last.endpoint.id == "w2"
+
+
+async def test_tenants_that_make_objects_have_equal_parts_of_the_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_store, "MOST_OBJECTS", 4_000)
+    fleet = FleetStore(store)
+    for tenant in ("a", "b", "c", "d"):
+        await fleet.put_objects({"first": "w1"}, tenant)
+    await fleet.put_objects({f"r{number}": "w1" for number in range(10_000)}, "a")
+    newer, older = [await store.client.hlen(key) for key in fleet_store.object_keys("a")[:2]]
+    assert newer <= 1_000 < newer + older <= 2_000 + fleet_store.OBJECTS_A_CALL
+    await store.client.zadd(fleet_store.object_keys(None)[2], {"b": 1, "c": 1, "d": 1})  # silent for years
+    await fleet.put_objects({f"r{number}": "w1" for number in range(4_000)}, "a")
+    assert await store.client.zcard(fleet_store.object_keys(None)[2]) == 1
+    assert sum([await store.client.hlen(key) for key in fleet_store.object_keys("a")[:2]]) > 4_000

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvatlas.embedded.free_port import LOOPBACK
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.server import listen, serve
 
 PIECE_BYTES = 300_000
 

@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import grpc
 import httpx
+import msgpack
 from grpc_health.v1 import health_pb2
 
 from kvatlas.embedded.free_port import LOOPBACK
@@ -88,11 +89,12 @@ class Gateway:
         return self.fleet.urls[worker_id].removeprefix("http://")
 
     async def nothing_is_booked(self) -> None:
-        """Waits until no stream runs in the picker of this process, and no booking is left in the pool."""
+        """Waits until no stream runs in the picker of this process, and no booking is left in the pool. An id that was called
+        off before its booking came has an entry without a worker, so that the booking is refused."""
         _, _, reservations, *_ = pool_keys(SCOPE.pool_id)
 
         async def is_empty() -> bool:
-            return not await self.store.client.hlen(reservations)
+            return not any(msgpack.unpackb(entry)[0] for entry in await self.store.client.hvals(reservations))
 
         await until(is_empty, what="no booking is left")
 

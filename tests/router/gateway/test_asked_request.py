@@ -10,14 +10,15 @@ from kvatlas_router.gateway.asked_request import AdministrationPath, AskedReques
 from kvatlas_router.gateway.extension_objects import PoolObjects
 from kvatlas_router.gateway.picker import RequestHead
 from kvatlas_router.gateway.sender import SenderTrust
+from kvatlas_router.proxy.json_body import UnreadableBody
 
 pytestmark = pytest.mark.anyio
 
 HALF_A_PAIR = b'{"a": "\\ud800", "kv_transfer_params": {"remote_host": "10.9.9.9"}}'
 
 
-async def read(path: str, body: bytes, kind: str = "application/json") -> AskedRequest:
-    headers = [(b":method", b"POST"), (b":path", path.encode()), (b"content-type", kind.encode())]
+async def read(path: str, body: bytes, kind: str = "application/json", *more: tuple[bytes, bytes]) -> AskedRequest:
+    headers = [(b":method", b"POST"), (b":path", path.encode()), (b"content-type", kind.encode()), *more]
     return await AskedRequest.read(RequestHead(headers), body, PoolObjects(), SenderTrust())
 
 
@@ -52,3 +53,16 @@ async def test_what_is_no_json_passes_as_it_is_on_a_path_of_its_own() -> None:
     for body in (gzip.compress(b"a"), b"\x89PNG", b"a=b"):
         asked = await read("/upload", body, "application/octet-stream")
         assert asked.call.body == body and asked.changed is None
+
+
+@pytest.mark.parametrize("path", ["/upload", "/v1/completions"])
+@pytest.mark.parametrize(
+    "header",
+    [(b"content-encoding", b"gzip"), (b"x-body-compressed", b"zstd"), (b"content-type", b"application/json")],
+    ids=lambda one: one[0].decode(),
+)
+async def test_a_body_that_engines_may_read_otherwise_is_passed_on_nowhere(
+    path: str, header: tuple[bytes, bytes]
+) -> None:
+    with pytest.raises(UnreadableBody):
+        await read(path, gzip.compress(b"{}"), "image/png", header)

@@ -179,7 +179,7 @@ async def test_without_budget_a_request_waits_where_it_is(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_bounds(monkeypatch)
-    monkeypatch.setattr("kvatlas_router.outliers.retry_budget.RetryBudget.take", lambda _: False)
+    monkeypatch.setattr("kvatlas_router.ejection.retry_budget.RetryBudget.take", lambda _: False)
     async with (
         running_fleet(store, {"w0": {}, "w1": {}}) as fleet,
         running_proxy(valkey_url, tokenizer="none") as client,
@@ -204,9 +204,9 @@ async def test_without_budget_a_request_waits_where_it_is(
 async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.EJECT_S", 0.2)
-    monkeypatch.setattr("kvatlas_router.outliers.pool_outliers.MOST_EJECT_S", 0.2)
-    monkeypatch.setattr("kvatlas_router.outliers.monitor.EVERY_S", 0.1)  # how often a router asks if it may try
+    monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.EJECT_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.MOST_EJECT_S", 0.2)
+    monkeypatch.setattr("kvatlas_router.ejection.monitor.EVERY_S", 0.1)  # how often a router asks if it may try
 
     async def die(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -232,9 +232,9 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         while dying.asked < 8:
             assert (await ask_the_dying()).status_code == 200
         told = await status(client)
-        assert told["outliers"]["readmissions"] == 0
+        assert told["ejections"]["readmissions"] == 0
         assert told["proxy"]["broken"] == dying.asked
-        assert told["outliers"]["ejections"] == dying.asked - 2  # three failures, and then each trial
+        assert told["ejections"]["ejections"] == dying.asked - 2  # three failures, and then each trial
         dying.answer = well
 
         async def is_readmitted() -> bool:

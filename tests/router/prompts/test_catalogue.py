@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineKind, FleetRecord
-from kvatlas_router.prompts.catalogue import FLEET_AGE_S, MOST_TENANTS, Catalogue
+from kvatlas_router.prompts.catalogue import FLEET_AGE_S, GONE_S, MOST_TENANTS, Catalogue
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, record
@@ -16,6 +17,7 @@ from tests.router.upstream.nearby_engines import engine_client
 pytestmark = pytest.mark.anyio
 
 RECORDS = {"w": record("w", "http://w:1")}
+CHAT = TextRequest.of(Api.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
 
 
 class Fleet:
@@ -83,6 +85,24 @@ async def test_a_model_is_known_for_a_while_after_the_store_came_back_without_it
             assert await catalogue.scope_of(MODEL) == SCOPE
 
 
+async def test_a_model_without_workers_keeps_its_name_for_an_hour() -> None:
+    """Its requests find no worker, which passes; a model that does not exist is an error for good."""
+    fleet = Fleet()
+    fleet.open.set()
+    async with engine_client() as client:
+        catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+        assert await catalogue.scope_of(MODEL) == SCOPE
+        fleet.records = {}
+        for number in range(2 * MOST_TENANTS):  # names that clients make up push nothing out
+            assert await catalogue.scope_of(f"unknown {number}") is None
+        for after_s, scope in ((20, SCOPE), (GONE_S - 30, SCOPE), (40, None)):
+            fleet.now_s += after_s
+            assert await catalogue.scope_of("unknown") is None  # reads the fleet again
+            assert await catalogue.scope_of(MODEL) == scope
+        assert await catalogue.card(MODEL) is None
+        assert await catalogue.scope_of(MODEL, seen_by="acme") is None
+
+
 async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
     fleet = Fleet()
     fleet.open.set()
@@ -96,20 +116,51 @@ async def test_a_pool_is_sglangs_only_if_all_of_its_engines_are() -> None:
             assert await catalogue.kind_of(SCOPE) is kind
 
 
+def changed(worker_id: str, tenants: tuple[str, ...] = (), **endpoint: str) -> FleetRecord:
+    one = record(worker_id, f"http://{worker_id}:1")
+    return one.model_copy(update={"endpoint": one.endpoint.model_copy(update=endpoint), "tenants": tenants})
+
+
+async def test_only_engines_of_a_requests_own_scope_are_asked_about_it() -> None:
+    """Whatever other tenants' engines call their models, and though another pool's have a model of the same name."""
+    others = changed("c", ("globex",), model_id="own")
+    two_pools = {
+        "a": changed("a", ("acme",), model_id="base"),
+        "b": changed("b", ("acme", "globex"), model_id="base", tokenizer_id="another"),
+        "c": others,
+    }
+    async with engine_client() as client:
+
+        async def asks(tenant_id: str, model: str | None, records: Mapping[str, FleetRecord] = two_pools) -> list[str]:
+            fleet = Fleet()
+            fleet.records = records
+            fleet.open.set()
+            catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
+            scope = await catalogue.scope_of(model, tenant_id, seen_by=tenant_id)
+            assert scope is not None
+            request = TextRequest.of(Api.COMPLETIONS, {"prompt": "a", **({} if model is None else {"model": model})})
+            return list(await catalogue.engines_of(request.of_engines(EngineKind.VLLM, scope)))
+
+        assert await asks("globex", "own") == ["http://c:1"]
+        assert await asks("globex", "base") == ["http://b:1"]
+        assert await asks("acme", "base") == ["http://b:1"]  # the pool of tokenizer "another", the first by name
+        assert await asks("globex", None, {"a": changed("a", ("acme",)), "c": others}) == ["http://c:1"]
+
+
 async def test_engines_and_names_are_found_again_when_the_records_change() -> None:
     fleet = Fleet()
     fleet.open.set()
     one = record("o", "http://o:1")
     other = one.model_copy(update={"endpoint": one.endpoint.model_copy(update={"model_id": "other"})})
-    chat = TextRequest.of(Api.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
 
     async def asks(*urls: str) -> bool:
-        return list(await catalogue.engines_of(chat)) == list(urls)
+        return list(await catalogue.engines_of(CHAT.of_engines(EngineKind.VLLM, SCOPE))) == list(urls)
 
     async with engine_client() as client:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         for tenant in range(2 * MOST_TENANTS):  # what is remembered for them stays limited
-            assert await catalogue.engines_of(chat.of_engines(EngineKind.VLLM, MODEL, f"t{tenant}")) == ["http://w:1"]
+            scope = replace(SCOPE, tenant_id=f"t{tenant}")
+            assert await catalogue.engines_of(CHAT.of_engines(EngineKind.VLLM, scope)) == ["http://w:1"]
         assert await asks("http://w:1") and await catalogue.scope_of("other") is None
         fleet.records = {**RECORDS, "v": record("v", "http://v:1"), "o": other}
         fleet.now_s += 2 * FLEET_AGE_S

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvatlas.runtime.http_server import listen, serve
+from kvatlas.http.server import listen, serve
 from tests.router.proxy.engines import MODEL
 
 Answer = Callable[[Request], Awaitable[Response]]

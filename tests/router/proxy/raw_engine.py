@@ -38,6 +38,8 @@ async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
             await reader.readexactly(length)
             writer.write(answer)
             await writer.drain()
+        except asyncio.IncompleteReadError:
+            return  # the client left without a whole request
         finally:
             writer.close()
 

@@ -11,8 +11,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from kvatlas.ejection import EjectionStore
 from kvatlas.fleet_store.fleet_store import FleetStore
-from kvatlas.outliers import OutlierStore
 from kvatlas.store.connection import Store
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, SCOPE, Fleet, running_fleet, running_proxy
@@ -46,7 +46,7 @@ async def test_a_worker_that_fails_fast_draws_no_traffic(store: Store, valkey_ur
             assert (await client.post("/v1/completions", json=body(number))).status_code == 200
         assert 1 <= engines[0].asked <= 12
         counted = await proxy_status(client)
-        assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1
+        assert counted["ejected"].keys() == {"w0"} and counted["ejections"]["ejections"] >= 1
         assert counted["proxy"]["answered"] == 60
 
 
@@ -72,14 +72,14 @@ async def test_an_ejection_is_known_to_all_routers_and_a_well_answered_try_ends_
             await other.post("/v1/completions", json=body(next(numbers)))
             return not (await proxy_status(other))["ejected"]
 
-        await until(is_readmitted, what="a try was answered")
+        await until(is_readmitted, what="an attempt was answered")
         assert engines[0].asked > asked
 
         async def is_readmitted_everywhere() -> bool:
             return not (await proxy_status(one))["ejected"]
 
         await until(is_readmitted_everywhere, what="the first router knows")
-        records = await OutlierStore(store).exchange(SCOPE.pool_id, "reader", [])
+        records = await EjectionStore(store).exchange(SCOPE.pool_id, "reader", [])
         assert records["w0"].left_s is None and records["w0"].times == 1
 
 
@@ -117,7 +117,7 @@ async def test_a_worker_that_alone_refuses_what_others_answer_is_found_out(store
         assert answers.count(400) <= 3 and 400 not in answers[-30:]
         assert 3 <= engines[0].asked <= 12
         counted = await proxy_status(client)
-        assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1
+        assert counted["ejected"].keys() == {"w0"} and counted["ejections"]["ejections"] >= 1
 
 
 async def test_a_mistake_of_the_client_says_nothing_about_workers(store: Store, valkey_url: str) -> None:
@@ -135,7 +135,7 @@ async def test_a_mistake_of_the_client_says_nothing_about_workers(store: Store, 
         answer = await client.post("/v1/completions", json=body())
         assert answer.status_code == 400 and decision(answer)[1]["attempt"] == "1"
         counted = await proxy_status(client)
-        assert (counted["ejected"], counted["outliers"]["bad"], counted["proxy"]["refused_by_engine"]) == ({}, 0, 21)
+        assert (counted["ejected"], counted["ejections"]["bad"], counted["proxy"]["refused_by_engine"]) == ({}, 0, 21)
 
 
 async def test_a_pool_that_fails_as_a_whole_is_not_ejected_and_not_asked_again_and_again(

@@ -7,6 +7,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from kvatlas.store.connection import Store
+from kvatlas_router.proxy import answer_relay
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.raw_engine import HEAD, chunk, raw_engine, read_cut, silent_engine
@@ -102,6 +103,74 @@ async def test_a_stream_that_ends_is_whole_only_with_its_last_event(
             else:
                 text = (await client.post("/v1/completions", json=body)).text
                 assert text.startswith(events.decode()) and ending in text[-200:], text
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_an_engine_that_dies_behind_its_final_event_has_answered(
+    store: Store, valkey_url: str, in_pieces: bool
+) -> None:
+    events = (EVENT, b"data: [DONE]\n\n")
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+    async with (
+        raw_engine(HEAD + (b"".join(map(chunk, events)) if in_pieces else chunk(b"".join(events)))) as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        assert (await client.post("/v1/completions", json=body)).content == b"".join(events)
+        counted = await status(client)
+        assert (counted["proxy"]["answered"], counted["proxy"]["broken"]) == (1, 0)
+        assert (counted["ejections"]["bad"], counted["ejections"]["good"]) == (0, 1)
+
+
+@pytest.mark.parametrize("continues", ["off", "all"])
+async def test_an_answer_ends_soon_after_its_final_event(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, continues: str
+) -> None:
+    """Though its engine keeps the connection open and says nothing more."""
+    monkeypatch.setattr(answer_relay, "END_S", 0.1)
+    events = EVENT + b"data: [DONE]\n\n"
+    async with (
+        silent_engine(HEAD + chunk(events)) as silent,
+        running_fleet(store, {}, {"w1": {"url": silent.url}}),
+        running_proxy(valkey_url, continue_answers=continues) as client,
+    ):
+        body = {"model": MODEL, "prompt": PROMPT, "stream": True}
+        assert (await client.post("/v1/completions", json=body)).content == events
+        counted = (await status(client))["proxy"]
+        assert (counted["answered"], counted["broken"], counted["gone"]) == (1, 0, 0)
+
+
+async def test_a_stream_of_two_choices_is_whole_only_with_both(store: Store, valkey_url: str) -> None:
+    """The end of one says nothing about the other."""
+    parts = [
+        b'data: {"choices": [{"index": %d, "text": "a", "finish_reason": %b}]}\n\n' % (index, finish)
+        for index, finish in ((0, b"null"), (1, b'"stop"'), (0, b"null"))
+    ]
+    body = {"model": MODEL, "prompt": PROMPT, "stream": True, "n": 2}
+    async with (
+        raw_engine(HEAD + b"".join(map(chunk, parts)) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url) as client,
+    ):
+        text = (await client.post("/v1/completions", json=body)).content
+        assert text.startswith(b"".join(parts)) and b"before the answer" in text
+        assert (await status(client))["proxy"]["broken"] == 1
+
+
+async def test_an_answer_that_can_not_continue_is_whole_only_with_its_end(store: Store, valkey_url: str) -> None:
+    """Such as one within a call of a tool."""
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a'}}
+    event = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
+    part = b"data: " + json.dumps(event).encode() + b"\n\n"
+    async with (
+        raw_engine(HEAD + chunk(part) + chunk(part) + b"0\r\n\r\n") as rude,
+        running_fleet(store, {}, {"w1": {"url": rude.url}}),
+        running_proxy(valkey_url, continue_answers="all") as client,
+    ):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "stream": True}
+        text = (await client.post("/v1/chat/completions", json=body)).content
+        assert text.startswith(part + part) and b"before the answer" in text
+        assert (await status(client))["proxy"]["broken"] == 1
 
 
 async def test_json_that_is_cut_where_its_connection_ends_is_tried_elsewhere(store: Store, valkey_url: str) -> None:

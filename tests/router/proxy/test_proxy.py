@@ -1,7 +1,9 @@
 """The proxy over HTTP, in front of simulated engines, with a real store."""
 
+import asyncio
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 
 from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
+from kvatlas_router.proxy import exchange
 from kvatlas_router.proxy.request_router import RequestRouter
+from kvatlas_router.proxy.worker_attempts import WorkerAttempts
 from kvatlas_simulator.http.chat_template import render
 from tests.eventually import until
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
@@ -215,6 +219,38 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine(
             return bool((await status(client))["proxy"]["gone"] == 1)
 
         await until(counted, what="the proxy counted it")
+
+
+async def test_a_request_that_swallows_its_cancellation_is_cancelled_again(
+    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries do in which a result and a cancellation arrive together."""
+    run, waits = WorkerAttempts.run, anyio.Event()
+
+    async def swallow(self: WorkerAttempts, *args: Any) -> None:
+        waits.set()
+        with suppress(asyncio.CancelledError):
+            await anyio.sleep_forever()
+        await run(self, *args)
+
+    monkeypatch.setattr(WorkerAttempts, "run", swallow)
+    monkeypatch.setattr(exchange, "AGAIN_S", 0.1)
+    slow = {"speed_up": 1, "decode_step_us": 100_000}
+    async with running_fleet(store, {"w1": slow}) as fleet, running_proxy(valkey_url) as client:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 150}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(client.post, json=body), "/v1/completions")
+            with anyio.fail_after(60):
+                await waits.wait()
+            tasks.cancel_scope.cancel()
+
+        async def is_over() -> bool:
+            return bool((await status(client))["in_flight"] == 0)
+
+        await until(is_over, what="the request is over")
+        counted = (await status(client))["proxy"]
+        assert (counted["gone"], counted["answered"]) == (1, 0)
+        assert await requests_are(fleet.clients["w1"], "running", 0)
 
 
 async def test_adapters_are_found_by_their_name(store: Store, valkey_url: str) -> None:

@@ -67,7 +67,8 @@ async def test_mooncakes_dynamos_and_our_own_questions(store: Store, valkey_url:
         for nothing in ({"block_size": 8}, {"cache_salt": "w8a8"}):
             assert await ask(client, "/query", **{**mooncake, **nothing}, token_ids=TOKENS) == {"default": {}}
 
-        assert await ask(client, "/query", model_name=MODEL, token_ids=TOKENS) == IN_DYNAMOS_WORDS
+        for group in ({}, {"routing_group": "default"}):
+            assert await ask(client, "/query", model_name=MODEL, token_ids=TOKENS, **group) == IN_DYNAMOS_WORDS
         signed = [value - (1 << 64) if value >> 63 else value for value in LOCAL]
         for hashes in (LOCAL, signed):
             assert await ask(client, "/query_by_hash", model_name=MODEL, block_hashes=hashes) == IN_DYNAMOS_WORDS
@@ -77,6 +78,10 @@ async def test_mooncakes_dynamos_and_our_own_questions(store: Store, valkey_url:
             ("prefill-1", 0, BLOCK_SIZE),
             ("prefill-1", 1, BLOCK_SIZE),
         ]
+
+        assert (await client.get("/workers", params={"routing_group": "default"})).json() == listed
+        for nothing in ({"routing_group": "blue"}, {"model_name": "other"}):
+            assert (await client.get("/workers", params=nothing)).json() == []
 
         for own in ({"token_ids": TOKENS}, {"block_hashes": SEQUENCE, "block_tokens": BLOCK_SIZE, "token_count": 16}):
             found = await ask(client, "/kvatlas/overlap", model_id=MODEL, **own)
@@ -96,6 +101,7 @@ async def test_mooncakes_dynamos_and_our_own_questions(store: Store, valkey_url:
         ("/query", {"model_name": MODEL}, 400, "token_ids is missing; expected a list"),
         ("/query", {"model_name": MODEL, "token_ids": [-1] * 8}, 400, "token id -1"),
         ("/query", {"model_name": "other", "token_ids": [1]}, 404, "no worker serves model 'other'"),
+        ("/query", {"model_name": MODEL, "token_ids": [1], "routing_group": "blue"}, 404, "in routing group 'blue'"),
         ("/query", {"model": MODEL, "token_ids": [1], "tenant_id": "acme"}, 403, "a body proves none"),
         ("/query", {"model": MODEL, "token_ids": [1], "lora_id": 1}, 400, "send lora_name"),
         ("/query", {"model": MODEL, "token_ids": [1], "block_size": 0}, 400, "block_size is 0"),

@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from kvatlas.errors import InvalidValue, Unreachable
-from kvatlas.runtime.http_guard import BodyTooLong
+from kvatlas.http.guard import BodyTooLong
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.queries.counters import QueryCounters
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvatlas.errors import InvalidValue
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.chat_template import ChatTemplate
@@ -196,4 +197,4 @@ def test_values_of_the_wrong_kind_are_no_failure_of_the_tokenizer(api: Api, kind
         bodies.append({"messages": [USER, last], "input": [USER, last]})
     for body, read in product(bodies, readers):
         with suppress(CannotTokenize, InvalidValue):
-            read(TextRequest.of(api, {"messages": [USER], "input": [USER], **body}).of_engines(kind, "m", None))
+            read(TextRequest.of(api, {"messages": [USER], "input": [USER], **body}).of_engines(kind, Scope("m", "m")))

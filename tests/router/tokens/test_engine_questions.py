@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvatlas.fleet.records import EngineKind
+from kvatlas.identity import Scope
 from kvatlas_router.tokens import Api, CannotTokenize, TextRequest, Why
 from kvatlas_router.tokens.engine_questions import render_question, tokenize_question
 
@@ -50,10 +51,10 @@ def test_what_tokenize_has_is_passed_on(name: str) -> None:
     [
         asked({**CHAT, "truncate_prompt_tokens": 5}),
         asked({**CHAT, "tools": TOOLS, "tool_choice": "none"}),
-        asked({**CHAT, "reasoning_effort": "low"}, model_id="openai/gpt-oss-120b"),
-        asked({**CHAT, "response_format": {"type": "json_object"}}, model_id="moonshotai/Kimi-K3"),
-        asked({**CHAT, "tools": TOOLS, "tool_choice": "required"}, model_id="moonshotai/Kimi-K3"),
-        asked({**CHAT, "response_format": {"type": "json_object"}}, model_id="CohereLabs/command-a-03-2025"),
+        asked({**CHAT, "reasoning_effort": "low"}, scope=Scope("openai/gpt-oss-120b", "t")),
+        asked({**CHAT, "response_format": {"type": "json_object"}}, scope=Scope("moonshotai/Kimi-K3", "t")),
+        asked({**CHAT, "tools": TOOLS, "tool_choice": "required"}, scope=Scope("moonshotai/Kimi-K3", "t")),
+        asked({**CHAT, "response_format": {"type": "json_object"}}, scope=Scope("CohereLabs/command-a-03-2025", "t")),
         asked({"prompt": "a", "suffix": "b"}, Api.COMPLETIONS),
         asked({"text": "a", "image_data": "http://x"}, Api.GENERATE, kind=SGLANG),
         asked({"token_ids": [1], "content_parts": [{}]}, Api.TOKENS),

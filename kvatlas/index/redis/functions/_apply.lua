@@ -87,7 +87,7 @@ local function scopes_of(keys, used, with_marks)
   return scopes
 end
 
--- Returns the call's workers except those of partitions in `skip` (see `self` in _fold.lua), each with its record and the
+-- Returns the call's workers except those of partitions in `skip` (see `self` in _fence.lua), each with its record and the
 -- applied steps of its next message; and the holders that they change.
 local function read_workers(k, all_workers, skip)
   local workers, names, in_parts, holders = {}, {}, {}, {}
@@ -178,7 +178,7 @@ local function apply(keys, args, oom)
   for _, self in ipairs(workers) do
     self.c = c
     for _, group in ipairs(self.groups) do
-      fold(self, unpack(group))
+      fence(self, unpack(group))
     end
   end
   flush(c)

@@ -8,6 +8,11 @@ local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a 
 local SHORT = 1024 -- in values of up to this many bytes, a plain search is faster than a binary one
 local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
 
+-- Returns how many bytes an entry has in this field of marks.
+local function entry_size(field)
+  return #field == 8 and MARK or HEAD
+end
+
 local function pack_marks(marks)
   return string.char(marks.dropped) .. cmsgpack.pack(marks.words)
 end

@@ -200,7 +200,7 @@ local function find_entry(value, holder)
 end
 
 -- Unpacks a stored digest; `packed` false: nothing is stored. If it can't be read, a digest is returned that no holder can
--- have, so that the next checkpoint finds it wrong and a snapshot follows.
+-- have, so that the next checkpoint or scrub finds it wrong and a snapshot follows.
 local function digest_of(packed)
   if not packed then
     return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }

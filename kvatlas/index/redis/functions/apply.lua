@@ -1,4 +1,4 @@
--- apply: folds messages of one shard's partitions into workers' records, holders, blocks and digests in one call. The data of
+-- apply: applies messages of one shard's partitions to workers' records, holders, blocks and digests in one call. The data of
 -- all workers is read in one command and written in one.
 --
 -- KEYS 1 workers
@@ -20,9 +20,9 @@
 --        scope: {scope id, 1 if two events may have a block in common, otherwise 0, number of blocks, some of their hashes,
 --        packed}
 --        position: {partition, stream creation us, stream seq before the batch, stream seq after it}
---        worker: {worker id, partition, {incarnation -> {scope id -> its sizes, see _fold.lua}}, {group...}}
+--        worker: {worker id, partition, {incarnation -> {scope id -> its sizes, see _fence.lua}}, {group...}}
 --        group: {incarnation, first seq, last seq, {event...}}; if a message may come in parts, then also first step, 1 if the
---          message ends with these events, {step after each event}; see _fold.lua. No event repeats a block.
+--          message ends with these events, {step after each event}; see _fence.lua. No event repeats a block.
 -- returns msgpack {{weight of each scope...}, counts in the order of COUNTS, {moved partition...}, {worker id, record...}};
 --   {{weight of each scope...}} alone: nothing was applied, since the call is too large by these weights (0: not looked at)
 register('kvatlas_apply', function(keys, args)

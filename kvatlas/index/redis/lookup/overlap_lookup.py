@@ -1,4 +1,4 @@
-"""The overlap of a chain with what the shards hold: one call to each, and more where a call's bounded work leaves some."""
+"""The overlap of a chain with what the shards hold: one call to each, and more if a call's bounded work leaves a rest."""
 
 from collections.abc import Sequence
 from typing import Any

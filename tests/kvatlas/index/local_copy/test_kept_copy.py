@@ -93,7 +93,7 @@ async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: 
     connection.close()
     async with world() as here:
         for file, why in (
-            (text, "it is no index file, or damaged"),
+            (text, "it is not an index file, or is damaged"),
             (database, "another program's database"),
             (old, "version 1; this kvatlas expects 3"),
             (foreign, "laid out with 8 partitions"),

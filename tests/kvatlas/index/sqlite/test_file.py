@@ -12,7 +12,6 @@ from kvatlas.errors import LayoutMismatch, Unreachable, UnsuitableStore
 from kvatlas.events import ScopeUse
 from kvatlas.identity import Scope
 from kvatlas.index.sqlite.index import open_sqlite_index
-from tests.kvatlas.index.damage import damaged
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +24,7 @@ async def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE other (x)")
     connection.close()
-    for path, line in ((text, "no index file, or damaged"), (database, "another program's database")):
+    for path, line in ((text, "not an index file, or is damaged"), (database, "another program's database")):
         with pytest.raises(UnsuitableStore, match=line):
             async with open_sqlite_index(path):
                 pass
@@ -88,7 +87,7 @@ async def test_a_removal_that_could_not_be_written_leaves_no_row_behind(tmp_path
         await index.remove(USE.scope, "w", Tier.HBM, chain[-8:])
     async with open_sqlite_index(tmp_path / "index") as index:
         assert await index.length() == 9
-        assert await damaged(index, "w") == []
+        assert (await index.scrub(0, 1 << 20)).damaged == []
 
 
 async def test_what_a_full_disk_refused_is_written_with_the_next_change(tmp_path: Path) -> None:
@@ -105,4 +104,4 @@ async def test_what_a_full_disk_refused_is_written_with_the_next_change(tmp_path
         await index.remove(USE.scope, "w", Tier.HBM, chain[-8:])
     async with open_sqlite_index(tmp_path / "index") as index:
         assert await index.length() == 1_999
-        assert await damaged(index, "w") == []
+        assert (await index.scrub(0, 1 << 20)).damaged == []

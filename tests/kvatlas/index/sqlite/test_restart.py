@@ -24,7 +24,6 @@ from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.sqlite.index import open_sqlite_index
 from router_client import Prompt, RouterClient, RouterSettings, StaticFleet
-from tests.kvatlas.index.damage import damaged
 from tests.kvatlas.index.message_source import MessageSource, apply_messages, split
 from tests.router_client.pools import hold, pool, worker
 
@@ -36,7 +35,7 @@ PLACES = {key: (CHAIN[:8], offset) for offset, key in enumerate(split(CHAIN))}
 changes = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "store", "store", "remove", "mark", "pin", "clear", "retire", "sweep", "scopes", "open"]
+            ["begin", "store", "store", "remove", "mark", "pin", "clear", "retire", "sweep", "scrub", "scopes", "open"]
         ),
         st.sampled_from(WORKERS),
         st.sampled_from(SCOPES),
@@ -116,6 +115,8 @@ async def _carry_out(
             await index.retire(name, begun[name])
         elif kind == "sweep":
             await index.sweep(0, 1 << 20)
+        elif kind == "scrub":
+            await index.scrub(0, 1 << 20)
         elif kind == "scopes":
             await index.forget_scopes(0.0)
 
@@ -205,5 +206,5 @@ async def _check_what_was_confirmed(path: Path, confirmed: int) -> None:
         assert position is not None and record is not None
         assert confirmed <= position.seq <= confirmed + 1
         assert record.seq == position.seq - 1
-        assert await damaged(index, "a") == []
+        assert (await index.scrub(0, 1 << 20)).damaged == []
         assert await index.length() == (0 if record.seq % 2 == 0 else 64)

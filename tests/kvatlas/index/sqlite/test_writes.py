@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.blocks.hashing import extend_chain
+from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.partition_batch import Position
 from kvatlas.bus.subjects import partition_of
 from kvatlas.identity import Scope
@@ -33,6 +34,20 @@ async def index(tmp_path: Path) -> AsyncIterator[SqliteIndex]:
 def rows_written(index: SqliteIndex) -> int:
     """Since the file was opened."""
     return index._file._connection.total_changes
+
+
+async def test_a_scrub_that_finds_no_damage_writes_nothing(index: SqliteIndex) -> None:
+    before = rows_written(index)
+    assert (await index.scrub(0, 1 << 20)).checked == len(WORKERS)
+    assert rows_written(index) == before
+
+
+async def test_a_scrub_writes_the_damaged_workers(index: SqliteIndex) -> None:
+    shard = index._tracked_shards[0]
+    shard.table.holders[shard.workers["b"].active].digest.add(SCOPE.scope_id, Tier.HBM, CHAIN[:8])
+    before = rows_written(index)
+    assert (await index.scrub(0, 1 << 20)).damaged == ["b"]
+    assert rows_written(index) == before + 2  # its record, and its holder
 
 
 async def test_a_replaced_position_writes_the_workers_of_its_partition(index: SqliteIndex) -> None:

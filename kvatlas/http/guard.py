@@ -1,0 +1,196 @@
+"""What stands between a connection and an application; `bounded_protocol` reads the requests.
+
+`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets and, except for probes,
+requests without a token, or if the server has no tokens, those of a browser's pages.
+"""
+
+import hmac
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from kvatlas.http.access import MOST_HEADER_BYTES, PROBES, HttpAccess, keys_in
+from kvatlas.http.counters import HttpCounters
+from kvatlas.http.error_form import error_form
+from kvatlas.runtime.rate_limited_log import RateLimitedLog
+
+CERTIFICATE = "kvatlas.certificate"
+"""Key in a request's scope: the names in its client's certificate, a frozenset."""
+PROVEN = "kvatlas.proven"
+"""Key in a request's scope: the token of the server's that it has, in bytes."""
+ON_LEAVE = "kvatlas.on_leave"
+"""Key in a request's scope: takes a function, which is called if the client leaves before the answer's end. It costs less than
+a task that waits for the disconnect."""
+TOO_MANY = "too many connections are open; try again later"
+_CODES = {401: "invalid_api_key"}
+"""Error codes as in OpenAI's API."""
+
+
+class BodyTooLong(HTTPException):
+    """Raised by an application's `receive`; Starlette answers 413."""
+
+    def __init__(self, length: str, limit: int) -> None:
+        super().__init__(413, f"the body has {length} bytes; expected at most {limit}")
+
+
+def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Callable[[BodyTooLong], None]) -> Receive:
+    """Wrap `receive` to raise BodyTooLong after `limit` bytes, or at once if more are `announced` (Content-Length; 0:
+    unknown). `on_too_long` is called first."""
+    received = 0
+
+    async def bounded() -> Message:
+        nonlocal received
+        if announced <= limit:
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received <= limit:
+                return message
+        error = BodyTooLong(str(announced) if announced else f"more than {limit}", limit)
+        on_too_long(error)
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: a cycle, which would keep the connection
+
+    return bounded
+
+
+class HttpBorder:
+    """An ASGI application in front of another one; passes on only allowed requests."""
+
+    def __init__(
+        self,
+        application: ASGIApp,
+        access: HttpAccess,
+        counters: HttpCounters,
+        refusals: RateLimitedLog,
+        *,
+        near: bool = False,
+    ) -> None:
+        """`near`: it listens on loopback."""
+        self._near = near
+        self._application = application
+        self._access = access
+        self._counters = counters
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = {}
+        head_bytes, hosts = len(scope["raw_path"]), 0
+        for name, value in scope["headers"]:
+            headers[name] = value
+            head_bytes += len(name) + len(value)
+            hosts += name == b"host"
+        if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
+            self._counters.framing += 1
+            line = f"the request has {hosts} Host headers; expected one"
+            await self._refuse(scope, send, 400, line, (b"connection", b"close"))
+        elif head_bytes > MOST_HEADER_BYTES:  # it came at once, so the protocol did not look
+            self._counters.headers += 1
+            line = f"the headers are longer than {MOST_HEADER_BYTES} bytes, which is the limit"
+            await self._refuse(scope, send, 431, line, (b"connection", b"close"))
+        elif headers.get(b"upgrade", b"").lower() == b"websocket":
+            self._counters.upgrade += 1
+            line = 'WebSockets are not supported; send plain HTTP requests, streamed with `"stream": true`'
+            await self._refuse(scope, send, 400, line, (b"connection", b"close"))
+        elif scope["path"] not in PROBES and (
+            why := self._access.why_foreign(scope["method"], headers, near=self._near)
+        ):
+            self._counters.denied += 1
+            await self._refuse(scope, send, 403, why, (b"connection", b"close"))
+        elif not self._is_allowed(scope):
+            self._counters.denied += 1
+            line = "no valid token; send `Authorization: Bearer TOKEN`"
+            await self._refuse(scope, send, 401, line, (b"www-authenticate", b"Bearer"))
+        else:
+            refuse = partial(self._record_too_long, scope)
+            bounded = bounded_body(receive, int(headers.get(b"content-length", 0)), self._access.body_bytes, refuse)
+            await self._application(scope, bounded, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        """True if the request has a valid token (`PROVEN`) or needs none. Browsers send no token with OPTIONS."""
+        if not self._access.tokens or scope["path"] in PROBES or scope["method"] == "OPTIONS":
+            return True
+        # compare all of them, each in constant time, so that the duration says nothing about a token
+        shown = keys_in(scope["headers"])
+        matched = [one for one in self._access.tokens for key in shown if hmac.compare_digest(key, one)]
+        if matched:
+            scope[PROVEN] = matched[0]
+        return bool(matched)
+
+    def _record_too_long(self, scope: Scope, error: BodyTooLong) -> None:
+        self._counters.too_long += 1
+        self._report(scope, error.status_code, error.detail)
+
+    async def _refuse(self, scope: Scope, send: Send, status: int, line: str, header: tuple[bytes, bytes]) -> None:
+        self._report(scope, status, line)
+        body = json.dumps(error_form(scope["path"], status, line, code=_CODES.get(status))).encode()
+        length = (b"content-length", str(len(body)).encode())
+        headers = [(b"content-type", b"application/json"), length, header]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _report(self, scope: Scope, status: int, line: str) -> None:
+        client = scope["client"] or ("unknown",)
+        self._refusals.report(str(status), f"request of {client[0]} refused: {line}")
+
+
+class WithCertificate:
+    """The application on a connection whose client showed a certificate: adds its names to the scope (`CERTIFICATE`)."""
+
+    def __init__(self, application: Any, names: frozenset[str]) -> None:
+        self._application: ASGIApp = application
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application({**scope, CERTIFICATE: self._names}, receive, send)
+
+
+class WithoutChunks:
+    """The application on a request of HTTP/1.0, whose client knows no chunks: an answer of unknown length ends with its
+    connection."""
+
+    def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
+        self._application: ASGIApp = application
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, is_endless = self._cycle, False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if is_endless else None
+            elif is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._application(scope, receive, send_plain)
+
+
+class ProbesOnly:
+    """The application on a connection of the reserve: it serves one request, from a probe."""
+
+    def __init__(self, application: Any) -> None:
+        self._application: ASGIApp = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in PROBES:
+            await self._application(scope, receive, send_last)
+            return
+        body = json.dumps(error_form(scope["path"], 503, TOO_MANY)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        start = {"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]}
+        await send_last(start)
+        await send_last({"type": "http.response.body", "body": body})

@@ -1,0 +1,53 @@
+"""The objects' workers that one process remembers: all tenants together have bounded room, and equal rights to it."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+SPARE = 0.01
+"""Share of the room that is made at a time, so that making it costs little."""
+
+
+class KnownHolders:
+    """At most `most` objects. Without room, the tenants with the most lose their oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str | None, OrderedDict[str, str]] = {}
+        self._size = 0
+
+    def find(self, tenant_id: str | None, id: str) -> str | None:
+        """The worker that has a tenant's object, if remembered."""
+        of_tenant = self._known.get(tenant_id)
+        return None if of_tenant is None else of_tenant.get(id)
+
+    def add(self, tenant_id: str | None, holders: Mapping[str, str]) -> None:
+        """Remember the workers of a tenant's objects, by object id."""
+        of_tenant = self._known.setdefault(tenant_id, OrderedDict())
+        self._size -= len(of_tenant)
+        for id, worker_id in holders.items():
+            of_tenant[id] = worker_id
+            of_tenant.move_to_end(id)
+        self._size += len(of_tenant)
+        if self._size > self._most:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        part = self._equal_part()
+        for tenant_id, of_tenant in list(self._known.items()):
+            while len(of_tenant) > part:
+                of_tenant.popitem(last=False)
+                self._size -= 1
+            if not of_tenant:
+                del self._known[tenant_id]
+
+    def _equal_part(self) -> int:
+        """The most objects that each tenant may keep, so that all together fit with some to spare. Those with fewer leave the
+        rest to the others."""
+        room = int(self._most * (1 - SPARE))
+        sizes = sorted(map(len, self._known.values()))
+        for place, size in enumerate(sizes):
+            part = room // (len(sizes) - place)
+            if size > part:
+                return part
+            room -= size
+        return room

@@ -1,0 +1,103 @@
+"""One request to one engine, watched for progress."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from kvatlas.dataclass import dataclass
+
+STREAMED, WHOLE = "streamed", "whole"
+
+
+def stays(_: frozenset[str], began: bool) -> bool:
+    """A `may_move` for requests that must not move."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class SentAttempt:
+    """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
+    answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request, whose answer has
+    begun or not, may be tried on one of these workers instead; its budget is then charged for that."""
+
+    worker_id: str
+    pool_id: str
+    kind: str = STREAMED
+    predicted_s: float | None = None
+    computes: bool = True
+    may_move: Callable[[frozenset[str], bool], bool] = stays
+
+
+class _Monitor(Protocol):
+    def receive(self, watched: "WatchedAttempt") -> None: ...
+
+    def close(self, watched: "WatchedAttempt", *, left: bool) -> None: ...
+
+    def count_move(self) -> None: ...
+
+
+class WatchedAttempt:
+    """Call `progress` for each part of the answer, and `end` or `leave`.
+
+    `reading`: it waits for the engine, not for its client; an answer that has begun is given up only then. `hangs`: it was
+    given up. `is_lost`: for good."""
+
+    __slots__ = ("_cancelled", "_monitor", "_task", "began", "hangs", "is_lost", "reading", "sent", "status")
+
+    def __init__(self, monitor: _Monitor, sent: SentAttempt, task: "asyncio.Task[object] | None") -> None:
+        self.sent = sent
+        self.began = False
+        self.hangs = self.is_lost = False
+        self.reading = True
+        self.status = 200
+        """The answer's status, once it is known."""
+        self._monitor = monitor
+        self._task = task
+        self._cancelled = False
+
+    def progress(self, part: bytes) -> None:
+        """Record a part of the answer. Refusals and a stream's comments don't count: an HTTP server alone makes them."""
+        if self.status < 400 and is_computed(part):
+            self.began = True
+            self._monitor.receive(self)
+
+    def end(self) -> None:
+        """Stop watching: the request is over."""
+        self._monitor.close(self, left=False)
+
+    def leave(self) -> None:
+        """Record that its client left, unless `give_up` cancelled it."""
+        self._monitor.close(self, left=not self.hangs)
+
+    def give_up(self, *, lost: bool = False) -> bool:
+        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognises this. `lost`: the
+        answer will never come."""
+        if self.hangs or self._task is None or (self.began and not self.reading):
+            return False
+        self.hangs = self._cancelled = True
+        self.is_lost = lost
+        self._task.cancel()
+        return True
+
+    def took_cancellation(self) -> bool:
+        """True if the cancellation just caught came from `give_up`; it is handled then."""
+        if not self._cancelled or self._task is None:
+            return False
+        self._cancelled = False
+        return self._task.uncancel() == 0
+
+    def stay(self) -> None:
+        """Go on waiting for an answer that was given up."""
+        self.hangs = False
+
+    def move(self) -> None:
+        """Stop watching an answer that was given up: it goes on elsewhere."""
+        self._monitor.count_move()
+        self.end()
+
+
+def is_computed(part: bytes) -> bool:
+    """False if the part has only event-stream comments, which servers send to keep a connection open."""
+    if not part.lstrip().startswith(b":"):
+        return bool(part.strip())
+    return any(line and not line.startswith(b":") for line in part.splitlines())
