@@ -120,15 +120,16 @@ def pack(command: tuple[Any, ...]) -> bytes:
     """A command as it is sent. The keys of a function call, most of its words and the same in all calls about a pool, are
     packed once."""
     if command[0] not in ("FCALL", "FCALL_RO"):
-        return pack_command(command)
+        packed: bytes = pack_command(command)
+        return packed
     end = 3 + command[2]
-    args = pack_command(command[end:])
+    args: bytes = pack_command(command[end:])
     return b"*%d\r\n%b%b" % (len(command), _pack_words(command[:end]), args[args.index(b"\n") + 1 :])
 
 
-@lru_cache(maxsize=4_096)
+@lru_cache(maxsize=1_024)
 def _pack_words(words: tuple[Any, ...]) -> bytes:
-    packed = pack_command(words)
+    packed: bytes = pack_command(words)
     return packed[packed.index(b"\n") + 1 :]
 
 
