@@ -27,7 +27,9 @@ MAX_SESSION_LETTERS = 256
 class Api(StrEnum):
     """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids.
+    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`: the router
+    refuses an invalid body; for the other calls the engine does, in the form of their API. `is_conversation`: the engine's chat
+    template makes the prompt.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -37,15 +39,9 @@ class Api(StrEnum):
     GENERATE = "/generate"
     TOKENS = "/inference/v1/generate"
 
-    @property
-    def is_checked(self) -> bool:
-        """True if the router refuses an invalid body. For other calls, the engine does, in its API's form."""
-        return self in (Api.COMPLETIONS, Api.CHAT)
-
-    @property
-    def is_conversation(self) -> bool:
-        """True if the engine's chat template makes the prompt."""
-        return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
+    def __init__(self, path: str) -> None:
+        self.is_checked = path in ("/v1/completions", "/v1/chat/completions")
+        self.is_conversation = path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 _PROMPTS = {
@@ -126,10 +122,10 @@ class TextRequest:
     @property
     def model(self) -> str | None:
         """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
-        for field in ("lora_path", "model") if self.api is Api.GENERATE else ("model",):
-            if isinstance(name := self.body.get(field), str) and name:
-                return name
-        return None
+        if self.api is Api.GENERATE and isinstance(name := self.body.get("lora_path"), str) and name:
+            return name
+        name = self.body.get("model")
+        return name if isinstance(name, str) and name else None
 
     @property
     def adapter(self) -> str | None:
@@ -303,7 +299,17 @@ _ADDITIONS = {
     Api.GENERATE: ("image_data", "video_data", "audio_data", "input_embeds", "session_params"),
     Api.TOKENS: ("content_parts",),
 }
-_NESTED = ("text", "content", "output", "arguments", "thinking", "summary", "reasoning_content", "tool_calls", "function")
+_NESTED = (
+    "text",
+    "content",
+    "output",
+    "arguments",
+    "thinking",
+    "summary",
+    "reasoning_content",
+    "tool_calls",
+    "function",
+)
 _MOST_NESTED = 6
 
 

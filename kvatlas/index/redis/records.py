@@ -161,17 +161,6 @@ def unpack_digest(packed: bytes | None) -> list[int]:
     return words if good else [1] + [0] * (WORDS - 1)
 
 
-class StoredMarks(NamedTuple):
-    """The stored value of a holder with marks. `words`: `MarkDigest.words`."""
-
-    dropped: int
-    words: list[int]
-
-
-def unpack_marks(packed: bytes) -> StoredMarks:
-    return StoredMarks(packed[0], msgpack.unpackb(packed[1:]))
-
-
 def unpack_reach(packed: bytes) -> dict[int, int]:
     """Positions of marked holders, by holder number (see `functions/overlap.lua`)."""
     return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
