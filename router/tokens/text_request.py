@@ -161,7 +161,7 @@ class TextRequest:
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any. Of two limits, which engines rank differently, the larger one."""
+        """The request's own limit of generated tokens, if any. If it has two, the larger one: engines rank them differently."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
         return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
