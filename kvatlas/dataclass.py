@@ -19,7 +19,7 @@ else:
         return dataclasses.dataclass(eq=eq, unsafe_hash=frozen and eq, **options)
 
     def replace(value: Any, **changes: Any) -> Any:
-        """Like `dataclasses.replace`, without a look at each field. For classes of two fields or more."""
+        """Like `dataclasses.replace`, but without checking each field. For classes of two fields or more."""
         names, read = _fields_of(type(value))
         return type(value)(**(dict(zip(names, read(value), strict=True)) | changes))
 

@@ -68,7 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_s = access.header_s
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_answer: asyncio.TimerHandle | None = None
-        """Ends a connection whose client does not read."""
+        """Ends the connection if the client does not read its answer."""
         self._body_since: float | None = None
         self._body_bytes = 0
         self._body_left = 0

@@ -90,7 +90,7 @@ def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
 
 @lru_cache(maxsize=4_096)
 def _index_fields(keys: ShardKeys, scope_id: bytes) -> bytes:
-    """Where a lookup in a scope looks."""
+    """The keys that a lookup in a scope reads, and the scope's id."""
     return _pack_fields(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id)
 
 

@@ -117,8 +117,8 @@ class RedisConnections:
 
 
 def pack(command: tuple[Any, ...]) -> bytes:
-    """A command as it is sent. The keys of a function call, most of its words and the same in all calls about a pool, are
-    packed once."""
+    """A command as it is sent. The keys of a function call are packed only once: they are most of its words, and the same in
+    all calls about a pool."""
     if command[0] not in ("FCALL", "FCALL_RO"):
         packed: bytes = pack_command(command)
         return packed

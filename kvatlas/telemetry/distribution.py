@@ -43,7 +43,7 @@ class Exemplar(NamedTuple):
 
 @cache
 def _upper_bounds(extent: Extent) -> Sequence[float]:
-    """The upper bounds of all buckets but the last one, each part of its bucket."""
+    """The upper bounds of all buckets but the last one; each bound belongs to its bucket."""
     powers = range(extent.lowest + 1, extent.highest + 1)
     return [bound for power in powers for bound in (_MIDDLE * 2.0**power, 2.0**power)][:-1]
 

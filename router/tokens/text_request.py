@@ -19,7 +19,7 @@ MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 LETTERS_A_TOKEN = 4
-"""In most texts and models."""
+"""Characters per token, in most texts and models."""
 MAX_SESSION_LETTERS = 256
 """Longer session names are ignored, because names are stored and senders are not trusted."""
 
@@ -155,7 +155,7 @@ class TextRequest:
 
     @property
     def _samplings(self) -> Sequence[Mapping[str, Any]]:
-        """The same, for each prompt if there is a list of them, which SGLang takes."""
+        """The same, as a list. SGLang also takes a list, with an object for each prompt."""
         found = self.body.get("sampling_params") if self.api is Api.GENERATE else None
         return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else (self.sampling,)
 
@@ -314,12 +314,12 @@ _MOST_NESTED = 6
 
 
 def _is_set(value: Any) -> bool:
-    """A flag as engines read it, which also take 1 and "yes" for true."""
+    """A flag as engines read it: they also take 1 and "yes" for true."""
     return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
 
 
 def _as_integer(value: Any) -> int:
-    """A field's integer as engines read it, which also take 8.0 and "8" for 8; 0 for anything else."""
+    """A field's integer as engines read it: they also take 8.0 and "8" for 8. 0 for anything else."""
     if not isinstance(value, (int, float, str)):
         return 0
     try:

@@ -38,7 +38,7 @@ CLOSE_S = 1.0
 MOST_NOTED = 512
 """Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Limit of those requests per worker, the first ones of a turn."""
+"""Maximum number of these requests per worker: the first ones of a turn."""
 MISSED = 12.0
 FADES_IN = 16.0
 """A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's

@@ -89,7 +89,7 @@ class MemberQuotes(Sequence[Quote]):
         return len(self._held)
 
     def number_of(self, worker_id: str) -> int | None:
-        """The number of a worker's quote, which is not made for it; None if there is none."""
+        """The number of a worker's quote, without making the quote; None if there is none."""
         return next((i for i, (candidate, _) in enumerate(self._held) if candidate.id == worker_id), None)
 
 
