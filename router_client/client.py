@@ -298,7 +298,7 @@ class RouterClient:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
         It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are
-        broken by a hash of the prompt, the worker and the seed: evenly, and equally on every router. Call `await
+        broken by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router. Call `await
         choice.first_token()` when the prefill is over. Leaving the block ends the request (as failed if by an exception),
         unless `choice.done(...)` did. Raises NoWorkers.
         """

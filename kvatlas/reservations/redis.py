@@ -25,7 +25,7 @@ from kvatlas.store.connection import Store
 
 WORKERS_A_CALL = 24
 ENDS_A_CALL = 32
-"""Limits of workers reported (or given evidence) and of bookings ended per call, so other calls wait only a millisecond or
+"""Limits per call on workers reported (or given evidence) and on bookings ended, so other calls wait only a millisecond or
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000

@@ -85,7 +85,7 @@ class Exchange:
 
     @property
     def pool_waiting(self) -> int:
-        """The same for all routers of the pools in which some wait here."""
+        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
         return self._admission.pool_waiting
 
     async def run(self, request: ClientRequest) -> None:
@@ -160,7 +160,8 @@ class Exchange:
         except Unreachable as error:
             await request.refuse(ErrorKind.UNAVAILABLE, str(error))
             return
-        request.prompt_tokens = read.prompt.input_tokens
+        others = 0 if request.text is None else request.text.other_prompts_tokens
+        request.prompt_tokens = read.prompt.input_tokens + others
         try:
             await request.take_tokens(read.prompt)
         except OverLimit as error:

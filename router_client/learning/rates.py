@@ -54,7 +54,7 @@ _log = logging.getLogger("router_client")
 class Starvation:
     """Finds workers without new evidence while their pool continues, and how much of their old evidence still counts.
 
-    A worker that was learned to be slow gets no requests, and without requests it would look slow for ever. So a worker's
+    A worker that was learned to be slow gets no requests, and without requests it would look slow forever. So a worker's
     evidence fades while its pool learns from others, until it is priced like its pool and gets requests again. Time alone
     fades nothing: a pool that is idle overnight keeps its rates.
     """

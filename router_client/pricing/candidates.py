@@ -10,7 +10,7 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 ODD_BYTES = 5
-"""What an odd worker takes in an ask besides its id."""
+"""Bytes that an odd worker takes in an ask besides its id."""
 MOST_SHAPES = 8
 """Limit of the block shapes that a prompt is looked up in: each has a chain and a call of its own."""
 
@@ -64,7 +64,7 @@ class KindRows:
     numbers: Mapping[tuple[bytes, int], int] = field(default_factory=dict)
     odd: Mapping[str, int] = field(default_factory=dict)
     odd_bytes: int = 0
-    """What the odd workers take in an ask, at most. Ids have one byte a character."""
+    """Upper bound of the bytes that odd workers take in an ask. Ids have one byte per character."""
 
     @classmethod
     def of(cls, groups: "Sequence[Group]") -> "KindRows":

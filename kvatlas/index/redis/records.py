@@ -138,7 +138,7 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, BlockSizes]:
 
 
 def pack_sizes(sizes: BlockSizes) -> bytes:
-    """What follows the scope id in each of a scope's entries in `touched`, the device tier's first."""
+    """The bytes that follow the scope id in each of a scope's entries in `touched`, for the device tier first."""
     by_tier = [(Tier.HBM, sizes.block_bytes), *sizes.tier_bytes]
     return b"".join(pack(_SIZES, tier * _SIZE_LIMIT + sizes.block_size, block_bytes) for tier, block_bytes in by_tier)
 

@@ -173,8 +173,8 @@ class ShardReader:
 
 
 async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
-    """A HASH of any size, some fields per call, so that no call takes long. It has every field that exists throughout.
-    Raises Unreachable."""
+    """Read a HASH of any size, some fields per call, so that no call takes long. The result has every field that exists
+    throughout. Raises Unreachable."""
     found: dict[bytes, bytes] = {}
     cursor = -1
     while cursor:

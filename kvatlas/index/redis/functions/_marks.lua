@@ -1,5 +1,6 @@
 -- Marks say at which of its blocks a holder can resume a prompt. Only holders of hybrid models have them: there, holding a
--- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, and _slot.lua for the keys.
+-- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, _mark_lookup.lua for how they are read, and
+-- _slot.lua for the keys.
 --
 -- marks of a holder: {dropped = blocks between a position and its mark, words = digest (MarkDigest), changed = must be stored}
 
