@@ -61,7 +61,8 @@ def _make(client: Redis, call: HostileCall) -> int:
     try:
         return _bytes_of(client.execute_command(*call.words))  # type: ignore[no-untyped-call]
     except ResponseError as error:
-        assert not str(error).startswith("user_function:"), (call.function, call.act, str(error))
+        if str(error).startswith("user_function:"):
+            raise  # the script failed: the call was not refused, so it shows nothing
         return 0
 
 
