@@ -133,12 +133,12 @@ def _reading() -> Iterator[Call]:
     yield "kvatlas_active", "of the blocks", (BLOCKS, META), (0, 1_000)
     yield "kvatlas_held", "many scopes", (BLOCKS,) * 512, ("x",) * 256
     yield "kvatlas_locate", "one block", (BLOCKS, ACTIVE), (CHAIN_HASHES[:8],)
-    yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:8_000])
-    yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:128],) * 63)
+    yield "kvatlas_look", "many blocks", (*STATES, BLOCKS), ("w1", CHAIN_HASHES[:4_080])
+    yield "kvatlas_look", "many scopes", (*STATES, *(BLOCKS,) * 63), ("w1", *(CHAIN_HASHES[:64],) * 63)
     fields = [hash_of(number) + b"h" for number in range(0, 20_000, 64)]
     looked = (*STATES, MARKS)
     yield "kvatlas_look_marks", "many fields", looked, ("w1", _pack(fields))
-    yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 4_000))
+    yield "kvatlas_look_marks", "one field, very often", looked, ("w1", _pack([b"x"] * 2_000))
     workers = [f"w{number}" for number in range(64)]
     yield "kvatlas_scrub", "all workers", (BLOCKS, *STATES), ("", 0, 1_000, *workers)
     yield "kvatlas_scrub_marks", "all workers", (MARKS, *STATES), ("", 0, 1_000, *workers)
@@ -204,7 +204,7 @@ def _asks() -> dict[str, bytes]:
         rows = range(MOST_LIKENESSES if number > 1 else 1)
         alike = [word for n in rows for word in (_likeness(2 * n + 1), 0, 0, 0, 1.0e12, 1.0e12)]
         reuse = [word for n in rows for word in (n % number + 1, most, 0, 0, 1, 1)]
-        return ask(alike=alike, lookup=[BLOCKS, ACTIVE, WORKERS, HELD, b"", cut, reuse, [], "", 0])
+        return ask(alike=alike, lookup=[BLOCKS, ACTIVE, WORKERS, HELD, b"", cut, reuse, [], "", 0, []])
 
     def offers(number: int, name: str = "w") -> list[Any]:
         return [word for n in range(number) for word in (f"{name}{n}", 0, 0, 0, 1.0, 1.0)]

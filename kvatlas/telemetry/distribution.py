@@ -70,7 +70,8 @@ class Distribution:
         """Count a value, with the sampled span in which it was measured, if any."""
         place = bisect_left(self._bounds, value)
         self.counts[place] += times
-        self.sum += value * times
+        if value > 0:
+            self.sum += value * times
         if span is not None:
             self.exemplars[place // _STEPS] = Exemplar(value, span.trace_id, span.span_id, time_ns())
 

@@ -51,6 +51,13 @@ def test_each_value_is_counted_once_in_the_bucket_that_holds_it(values: list[flo
     assert sum(counts) == len(values) and len(counts) == len(bounds) + 1 and bounds[0] == 2.0 ** (SECONDS.lowest + 1)
 
 
+def test_what_is_below_0_or_no_number_is_counted_and_leaves_the_sum_alone() -> None:
+    found = Distribution()
+    for value in (-1.0, math.nan, 0.5):
+        found.add(value)
+    assert (found.counts[0], found.count, found.sum) == (2, 3, 0.5)
+
+
 def test_a_quantile_is_at_most_a_bucket_above_the_true_one() -> None:
     found, values = Distribution(), [1.003**number / 1_000 for number in range(2_000)]
     for value in values:

@@ -3,7 +3,7 @@
 
 local STATE_COST = 5 -- budget cost of a worker in a scrub
 local MOST_SCRUB, MOST_SCRUBBED = 1000, 64 -- the highest budget of a call, and how many workers it may name
-local MOST_LOOKED, MOST_LOOKED_BYTES = 64, 8192 -- arguments of a look, and bytes in them
+local MOST_LOOKED, MOST_LOOKED_BYTES = 64, 4096 -- arguments of a look, and bytes in them
 
 -- Returns a worker's state at this moment (HolderState in kvatlas/index/redis/records.py) and its active holder; false if it
 -- has none. {incarnation, seq, active holder, the holder's digest, 1 if the entries of `holders` and `active` name this worker,
