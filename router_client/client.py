@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +15,7 @@ from opentelemetry.trace import Span
 from kvatlas.blocks.block_names import said_sequence_hash
 from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.dataclass import replace
 from kvatlas.errors import NotSupported
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore

@@ -44,10 +44,13 @@ class OutputLimits:
     least: int = 0
     most: int | None = None
 
+    def largest(self, usual: int) -> int:
+        """The largest allowed number of tokens; without a maximum, the `usual` one, at least the minimum."""
+        return max(usual, self.least) if self.most is None else self.most
+
     def clamp(self, tokens: int) -> int:
         """The nearest allowed number of tokens, at least 1."""
-        most = max(tokens, self.least) if self.most is None else self.most
-        return max(1, min(max(tokens, self.least), most, MAX_OUTPUT_TOKENS))
+        return max(1, min(max(tokens, self.least), self.largest(tokens), MAX_OUTPUT_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,9 @@ WORKER = Dashboard(
         Panel("Engine's events", [Query(rate("kvatlas_publisher_engine_events_total", "", _WORKER))]),
         Panel("Incidents", [Query(rate("kvatlas_publisher_feed_total", "incident", _WORKER), "{{incident}}")]),
         Panel("Outbox", [Query(f"sum by (state) (kvatlas_publisher_outbox_messages{{{_WORKER}}})", "{{state}}")]),
-        Panel("Learned: time per prompt token", [Query(f"avg(kvatlas_router_rates_prefill_seconds{{{_WORKER}}})")], "s"),
+        Panel(
+            "Learned: time per prompt token", [Query(f"avg(kvatlas_router_rates_prefill_seconds{{{_WORKER}}})")], "s"
+        ),
         Panel("Learned: time per decode step", [Query(f"avg(kvatlas_router_rates_step_seconds{{{_WORKER}}})")], "s"),
     ],
     ("worker", "kvatlas_publisher_engine_state"),

@@ -11,9 +11,10 @@ from kvatlas.runtime.certificate_files import RenewedContext
 
 MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
-"""Paths that are served to everyone, even on the connections reserved for probes. They reveal one bit."""
-_KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Headers in which clients of Anthropic and Azure send a key."""
+"""Paths that are served to everyone, even on the connections reserved for probes. They say whether the server is ready, and how
+many workers a router has."""
+_KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+"""Headers in which clients send a key; Anthropic's and Azure's use the last two."""
 _OWN_SITES = (b"same-origin", b"none")
 
 
@@ -21,7 +22,8 @@ _OWN_SITES = (b"same-origin", b"none")
 class HttpAccess:
     """Limits of one server, its certificate and its tokens. Every request needs one of the tokens; without tokens, none does.
 
-    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `idle_s`: seconds that an
+    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `unread_s`: seconds that
+    an answer may wait for a client that reads nothing. `idle_s`: seconds that an
     idle connection stays open. It must be longer than clients and load balancers keep theirs open (httpx 5 s, aiohttp 15, Go
     and Envoy's gateways 90, OkHttp 300, Google's load balancers 600); otherwise a request may be sent on a connection that is
     just being closed. `address_connections`: limit per client address; None: three quarters of all. `client_ca_file`:
@@ -31,6 +33,7 @@ class HttpAccess:
     body_bytes: int = 64 << 20
     header_s: float = 10.0
     body_s: float = 300.0
+    unread_s: float = 300.0
     idle_s: int = 620
     connections: int = 16_384
     address_connections: int | None = None
@@ -104,10 +107,9 @@ def keys_in(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """The keys and bearer tokens in a request's headers, whose names are in lower case."""
     keys: list[bytes] = []
     for name, value in headers:
-        if name == b"authorization":
-            scheme, _, token = value.partition(b" ")
-            if scheme.lower() == b"bearer":
-                keys.append(token.strip())
-        elif name in _KEY_HEADERS:
-            keys.append(value.strip())
+        if name not in _KEY_HEADERS:
+            continue
+        scheme, _, token = value.partition(b" ") if name == b"authorization" else (b"bearer", b"", value)
+        if scheme.lower() == b"bearer":
+            keys.append(token.strip())
     return keys

@@ -67,6 +67,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._header_s = access.header_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread_answer: asyncio.TimerHandle | None = None
+        """Ends a connection whose client does not read."""
         self._body_since: float | None = None
         self._body_bytes = 0
         self._body_left = 0
@@ -257,7 +259,16 @@ class BoundedProtocol(HttpToolsProtocol):
         del self._head_parser  # it refers to this object
         self._shares.close(self)
         self._cancel_deadline()
+        self._stop_unread()
         self._departure.report()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
 
     def shutdown(self) -> None:
         """Stop the server without waiting for an unfinished body."""
@@ -316,8 +327,26 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(503, "the server stops, and the body is not complete; send the request again")
         else:
             self._counters.slow += 1
-            rate = f"{LEAST_BYTES_PER_S} bytes a second after {BODY_GRACE_S:g} s"
+            rate = f"at {LEAST_BYTES_PER_S} bytes per second or more after {BODY_GRACE_S:g} s"
             self._refuse(408, f"the body is not complete; it must arrive within {self._access.body_s:g} s, and {rate}")
+
+    def _stop_unread(self) -> None:
+        if self._unread_answer is not None:
+            self._unread_answer.cancel()
+            self._unread_answer = None
+
+    def _await_reading(self) -> None:
+        unread_bytes = self.transport.get_write_buffer_size()
+        self._unread_answer = self.loop.call_later(self._access.unread_s, self._end_unread, unread_bytes)
+
+    def _end_unread(self, unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unread_bytes:
+            self._await_reading()
+            return
+        self._counters.unread += 1
+        line = f"connection of {self._who} closed: it read nothing of an answer for {self._access.unread_s:g} s"
+        self._refusals.report("unread", line)
+        self.transport.abort()
 
     def _end_late(self) -> None:
         self._counters.too_late += 1

@@ -66,7 +66,7 @@ class ConnectionShares(Generic[C]):
         return Place.DROPPED
 
     def describe_refusal(self, address: str) -> str:
-        """Why a connection got no place for any request, in one line."""
+        """The reason why a connection got no place, in one line."""
         most = f"{self.most} in all (--http-connections), {self.share} of one address"
         return f"connection of {address} refused: the most that are allowed are {most}"
 

@@ -274,7 +274,8 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """Within the limits, or within its tenant's share of them: a tenant that fills the queue keeps no other tenant out."""
+        """True within the limits, or within the tenant's share of them: a tenant that fills the queue keeps no other one
+        out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)
         if waiting < limits.requests and (not waiting or state.tokens + tokens <= limits.tokens):

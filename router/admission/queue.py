@@ -24,7 +24,7 @@ T = TypeVar("T")
 LOOK_S = 0.1
 """Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
 NEAR_LOOK_S = 0.02
-"""Interval if one of its requests may soon have its turn: a freed slot stays idle until its router asks."""
+"""Interval if one of the router's requests may soon have its turn: a freed slot stays idle until the router asks."""
 LEAST_LOOK_S = 0.01
 """Shortest interval, used while requests of this router end."""
 MISSING_LOOKS = 3

@@ -32,7 +32,7 @@ _LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
 _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
-"""Members that a choice has before any token."""
+"""Members of a choice that has no token yet."""
 _FINISH = rb'"finish_reason"\s*:\s*["{]'
 _FINISHES = re.compile(_FINISH)
 """Matches the end of a choice."""
@@ -105,7 +105,7 @@ class EventStream:
         """The indices of the choices that have ended."""
         self._has_last_usage = False
         self._last: list[bytes] | None = None
-        """The list that the last event went to; None: it was dropped."""
+        """The list to which the last event was added; None: it was dropped."""
 
     def feed(self, piece: bytes) -> bytes:
         """The bytes to send to the client now; may be empty."""

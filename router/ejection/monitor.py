@@ -11,7 +11,7 @@ from kvatlas.runtime.background_task import BackgroundTask
 from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas_router.ejection.pool_ejections import Avoided, PoolEjections
-from kvatlas_router.ejection.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget, RetryBudgets
 from kvatlas_router.upstream.status_verdict import Verdict, judge, retry_after_s
 
 EVERY_S = 1.0
@@ -42,7 +42,7 @@ class _Pool:
     ejections: PoolEjections
     used_at: float
     asked_at: float = 0.0
-    retries: RetryBudget = field(default_factory=RetryBudget)
+    retries: RetryBudgets = field(default_factory=RetryBudgets)
     left: frozenset[str] = frozenset()
 
 
@@ -77,10 +77,10 @@ class EjectionMonitor:
         """See `PoolEjections.avoid`."""
         return self._ejections(pool_id).avoid(candidates, self._clock())
 
-    def retry_budget(self, pool_id: str) -> RetryBudget:
-        """This router's retry budget for the pool. Each pool has its own, so that one's failures don't use up another's."""
+    def retry_budget(self, pool_id: str, tenant_id: str | None = None) -> RetryBudget:
+        """This router's retry budget for a pool and tenant. Each has its own, so that one's failures don't use up another's."""
         self._ejections(pool_id)
-        return self._pools[pool_id].retries
+        return self._pools[pool_id].retries.of(tenant_id)
 
     def record_sent(self, pool_id: str, worker_id: str) -> None:
         """Record that a request is sent to this worker."""

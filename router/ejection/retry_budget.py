@@ -1,16 +1,38 @@
-"""Limits retries, so that they don't make an overload worse."""
+"""Limits retries, so that they don't make an overload worse, and so that one tenant's failing requests use up no other's."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 SHARE = 0.2
 RESERVE = 20.0
+LEAST_RESERVE = 2.0
 FADE_S = 10.0
+MOST_TENANTS = 1_000
+
+
+class RetryBudgets:
+    """The budgets of one pool's tenants in one router. Tenants share RESERVE equally, each with at least LEAST_RESERVE; the
+    last MOST_TENANTS of them are known."""
+
+    def __init__(self) -> None:
+        self._budgets: OrderedDict[str | None, RetryBudget] = OrderedDict()
+
+    def of(self, tenant_id: str | None) -> "RetryBudget":
+        """A tenant's budget; None: the only tenant."""
+        budget = self._budgets.get(tenant_id)
+        if budget is None:
+            budget = self._budgets[tenant_id] = RetryBudget()
+            if len(self._budgets) > MOST_TENANTS:
+                self._budgets.popitem(last=False)
+        self._budgets.move_to_end(tenant_id)
+        budget.reserve = max(LEAST_RESERVE, RESERVE / len(self._budgets))
+        return budget
 
 
 class RetryBudget:
-    """The budget of one pool in one router: at most SHARE of its first attempts, plus about RESERVE in each FADE_S for pools
-    with few requests.
+    """The budget of one pool and tenant in one router: at most SHARE of its first attempts, plus about `reserve` in each FADE_S
+    for those with few requests.
 
     Budgets add up as first attempts do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. An
     attempt that reached no engine costs no engine anything, and is not counted.
@@ -20,7 +42,7 @@ class RetryBudget:
         self, share: float = SHARE, reserve: float = RESERVE, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._share = share
-        self._most = reserve
+        self.reserve = reserve
         self._tokens = reserve
         self._clock = clock
         self._at = clock()
@@ -45,5 +67,5 @@ class RetryBudget:
     def _refill(self) -> None:
         now = self._clock()
         passed, self._at = max(0.0, now - self._at), now
-        self._tokens = min(self._most, self._tokens + passed * self._most / FADE_S)
+        self._tokens = min(self.reserve, self._tokens + passed * self.reserve / FADE_S)
         self._earned *= 0.5 ** (passed / FADE_S)

@@ -66,7 +66,7 @@ class ProgressMonitor:
     """Safe to share between tasks of one event loop."""
 
     def __init__(self, records: Records, send_probe: SendProbe, clock: Callable[[], float] = time.monotonic) -> None:
-        """`records`: the fleet's workers by id, the same object until read again."""
+        """`records`: the fleet's workers by id; returns the same object until it has read them again."""
         self.counters = ProgressCounters()
         self._read = records
         self._send_probe = send_probe

@@ -59,7 +59,7 @@ class ClientRequest:
     for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
     `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
-    `prompt_tokens`: its prompt's tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
+    `prompt_tokens`: its prompts' tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
     had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
     header. `failure`: why the router could not answer. `wait`: its wait in the pool's queue, if any.
@@ -181,9 +181,9 @@ class ClientRequest:
         return (*headers, queue_header(self.wait)) if self.wait else headers
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """The line as shown to the client: tenants must not see names and addresses of workers."""
+        """The line as shown to the client: who must not see decisions must not see names and addresses of workers either."""
         self.failure = line
-        hidden = kind.status >= 500 and self.caller.is_proven and not self.shows_decision
+        hidden = kind.status >= 500 and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
 
     def log(self) -> None:
@@ -215,12 +215,12 @@ class ClientRequest:
         return self.header(name) if self.is_trusted else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
-        """Count its prompt and its expected answer. Raises OverLimit."""
+        """Count its prompts and its largest possible answers. Raises OverLimit."""
         if self.permit is not None:
             limits = prompt.output_limits
-            output = prompt.output_tokens if limits is None else limits.clamp(prompt.output_tokens)
+            output = prompt.output_tokens if limits is None else limits.largest(prompt.output_tokens)
             answers = 1 if self.text is None else self.text.all_choices
-            await self.permit.take_tokens(prompt.input_tokens + output * answers)
+            await self.permit.take_tokens(self.prompt_tokens + output * answers)
 
     def count_usage(self, usage: Usage | None) -> None:
         """Count the usage that the engine reports, instead of the expected one."""

@@ -160,7 +160,8 @@ class Exchange:
         except Unreachable as error:
             await request.refuse(ErrorKind.UNAVAILABLE, str(error))
             return
-        request.prompt_tokens = read.prompt.input_tokens
+        others = 0 if request.text is None else request.text.other_prompts_tokens
+        request.prompt_tokens = read.prompt.input_tokens + others
         try:
             await request.take_tokens(read.prompt)
         except OverLimit as error:

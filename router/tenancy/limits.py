@@ -120,12 +120,13 @@ class Permit:
 def limit_headers(use: _Use, now_s: float) -> Headers:
     """Headers `x-ratelimit-limit-requests` and so on."""
     found: Headers = []
-    for what, allowance in (("requests", use.of_requests), ("tokens", use.of_tokens)):
+    for what, allowance in ((b"requests", use.of_requests), (b"tokens", use.of_tokens)):
         if allowance is not None:
             left = allowance.remaining(now_s)
             reset_s = (allowance.size - left) * MINUTE_S / allowance.size
-            for name, value in (("limit", str(allowance.size)), ("remaining", str(left)), ("reset", f"{reset_s:.3f}s")):
-                found.append((f"x-ratelimit-{name}-{what}".encode(), value.encode()))
+            found.append((b"x-ratelimit-limit-" + what, b"%d" % allowance.size))
+            found.append((b"x-ratelimit-remaining-" + what, b"%d" % left))
+            found.append((b"x-ratelimit-reset-" + what, b"%.3fs" % reset_s))
     return found
 
 

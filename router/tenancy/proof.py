@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +40,8 @@ class Proof:
             raise SettingsError(f"--clients-file is {str(file)!r}: {_reason(error)}") from None
         self._tokens = _issued_tokens(self.clients)
         self._callers: dict[tuple[str, str], Caller] = {}
+        self._fronts: dict[str, str | None] = {}
+        """The front at each address that was asked for."""
 
     async def prove(self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str]) -> Caller:
         """The request's caller. `headers`: names in lower case. `certificate`: the names in the client's certificate, if it has
@@ -51,9 +52,8 @@ class Proof:
         self._look()
         headers = tuple(headers)
         shown = keys_in(headers)
-        named = [
-            value.decode("utf-8", "replace").strip() for name, value in headers if name == self.clients.tenant_header
-        ]
+        header = self.clients.tenant_header
+        named = [value.decode("utf-8", "replace").strip() for name, value in headers if name == header]
         name = self._find(shown, address, certificate)
         if name is not None:
             return self._caller(name, self.clients.clients[name], named)
@@ -67,11 +67,21 @@ class Proof:
 
     def _find(self, shown: list[bytes], address: str, certificate: frozenset[str]) -> str | None:
         clients = self.clients
-        by_key = (clients.by_hash.get(hash_of(key)) for key in shown)
-        by_certificate = (clients.by_certificate.get(one) for one in sorted(certificate))
-        if (found := next((name for name in chain(by_key, by_certificate) if name is not None), None)) is not None:
-            return found
-        return next((name for addresses, name in clients.fronts if addresses.allows(address, 0)), None)
+        for key in shown:
+            if (name := clients.by_hash.get(hash_of(key))) is not None:
+                return name
+        for one in sorted(certificate):
+            if (name := clients.by_certificate.get(one)) is not None:
+                return name
+        return self._find_front(address) if clients.fronts else None
+
+    def _find_front(self, address: str) -> str | None:
+        if address not in self._fronts:
+            if len(self._fronts) >= MOST_CALLERS:
+                self._fronts.clear()
+            allowed = (name for addresses, name in self.clients.fronts if addresses.allows(address, 0))
+            self._fronts[address] = next(allowed, None)
+        return self._fronts[address]
 
     def _caller(self, name: str, client: Client, named: list[str]) -> Caller:
         if len(named) > 1:
@@ -106,7 +116,7 @@ class Proof:
         except (OSError, InvalidValue) as error:
             _log.warning("%s can't be used (%s); keeping the previous clients", self._file, _reason(error))
             return
-        self.clients, self._callers, self._tokens = clients, {}, _issued_tokens(clients)
+        self.clients, self._callers, self._fronts, self._tokens = clients, {}, {}, _issued_tokens(clients)
         _log.info("reloaded %s: %d clients, %d issuers", self._file, len(clients.clients), len(clients.issuers))
 
 

@@ -7,12 +7,11 @@ from kvatlas.errors import InvalidValue
 from kvatlas.identity import Scope
 from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo
 from kvatlas_router.tokens.budget import BudgetedTokenizer
-from kvatlas_router.tokens.text_request import TextRequest
+from kvatlas_router.tokens.text_request import LETTERS_A_TOKEN, TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens
 from router_client.chain_cache import ChainCache
 from router_client.prompt import Prompt
 
-LETTERS_A_TOKEN = 4
 MEDIA_TOKENS = 1_000
 """Assumed tokens of an image (about one megapixel), to guess the length of a prompt with unknown tokens."""
 

@@ -18,6 +18,8 @@ from router_client.prompt import OutputLimits
 MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
+LETTERS_A_TOKEN = 4
+"""In most texts and models."""
 MAX_SESSION_LETTERS = 256
 """Longer session names are ignored, because names are stored and senders are not trusted."""
 
@@ -25,7 +27,9 @@ MAX_SESSION_LETTERS = 256
 class Api(StrEnum):
     """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids.
+    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`: the router
+    refuses an invalid body; for the other calls the engine does, in the form of their API. `is_conversation`: the engine's chat
+    template makes the prompt.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -35,15 +39,9 @@ class Api(StrEnum):
     GENERATE = "/generate"
     TOKENS = "/inference/v1/generate"
 
-    @property
-    def is_checked(self) -> bool:
-        """True if the router refuses an invalid body. For other calls, the engine does, in its API's form."""
-        return self in (Api.COMPLETIONS, Api.CHAT)
-
-    @property
-    def is_conversation(self) -> bool:
-        """True if the engine's chat template makes the prompt."""
-        return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
+    def __init__(self, path: str) -> None:
+        self.is_checked = path in ("/v1/completions", "/v1/chat/completions")
+        self.is_conversation = path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 _PROMPTS = {
@@ -55,6 +53,16 @@ _PROMPTS = {
     Api.TOKENS: ("token_ids",),
 }
 """The fields that hold the prompt; the first present one counts."""
+_OUTPUT_LIMITS = {
+    Api.COMPLETIONS: ("max_tokens",),
+    Api.CHAT: ("max_completion_tokens", "max_tokens"),
+    Api.MESSAGES: ("max_tokens",),
+    Api.RESPONSES: ("max_output_tokens",),
+    Api.GENERATE: ("max_new_tokens",),
+    Api.TOKENS: ("max_tokens",),
+}
+"""The fields that limit an answer's tokens. Engines ignore those of other calls."""
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _TOKENS_OR_TEXT = "a text or a list of token ids"
 _EXPECTED = {
     Api.COMPLETIONS: _TOKENS_OR_TEXT,
@@ -114,10 +122,10 @@ class TextRequest:
     @property
     def model(self) -> str | None:
         """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
-        for field in ("lora_path", "model") if self.api is Api.GENERATE else ("model",):
-            if isinstance(name := self.body.get(field), str) and name:
-                return name
-        return None
+        if self.api is Api.GENERATE and isinstance(name := self.body.get("lora_path"), str) and name:
+            return name
+        name = self.body.get("model")
+        return name if isinstance(name, str) and name else None
 
     @property
     def adapter(self) -> str | None:
@@ -128,13 +136,13 @@ class TextRequest:
 
     @property
     def streamed(self) -> bool:
-        return self.body.get("stream") is True
+        return _is_set(self.body.get("stream"))
 
     @property
     def wants_usage(self) -> bool:
         """True if the client gets the usage at the end of a stream. OpenAI's first two calls and vLLM's omit it by default."""
         options = self.body.get("stream_options")
-        asks = isinstance(options, dict) and bool(options.get("include_usage"))
+        asks = isinstance(options, dict) and _is_set(options.get("include_usage"))
         return asks or self.api not in (Api.CHAT, Api.COMPLETIONS, Api.TOKENS)
 
     @property
@@ -146,21 +154,26 @@ class TextRequest:
         return found if isinstance(found, dict) else {}
 
     @property
+    def _samplings(self) -> Sequence[Mapping[str, Any]]:
+        """The same, for each prompt if there is a list of them, which SGLang takes."""
+        found = self.body.get("sampling_params") if self.api is Api.GENERATE else None
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else (self.sampling,)
+
+    @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any."""
-        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"):
-            if type(value := self.sampling.get(name)) is int and value > 0:
-                return min(value, MAX_OUTPUT_TOKENS)
-        return None
+        """The request's own limit of generated tokens, if any. If it has two, the larger one: engines rank them differently."""
+        names = _OUTPUT_LIMITS[self.api]
+        most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
+        return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
 
     @property
     def output_limits(self) -> OutputLimits:
         """The request's limits of its answer's length. `min_tokens` and `ignore_eos` are fields of vLLM and SGLang."""
         sampling, most = self.sampling, self.output_tokens
-        if most is not None and sampling.get("ignore_eos") is True:
+        if most is not None and _is_set(sampling.get("ignore_eos")):
             return OutputLimits(most, most)
-        least = sampling.get("min_tokens", sampling.get("min_new_tokens"))
-        return OutputLimits(least if type(least) is int and least > 0 else 0, most)
+        least = _as_integer(sampling.get("min_tokens", sampling.get("min_new_tokens")))
+        return OutputLimits(max(0, least), most)
 
     @property
     def cache_salt(self) -> str | None:
@@ -204,8 +217,7 @@ class TextRequest:
     @property
     def choices(self) -> int:
         """The number of answers that it asks for per prompt."""
-        n = self.sampling.get("n")
-        return n if isinstance(n, int) and n > 1 else 1
+        return max([1, *(_as_integer(one.get("n")) for one in self._samplings)])
 
     @property
     def all_choices(self) -> int:
@@ -220,6 +232,15 @@ class TextRequest:
         if not isinstance(first, list if self.api is Api.TOKENS else (str, list)):
             raise InvalidValue(f"{name} is {first!r:.80}; expected {_EXPECTED[self.api]}")
         return first
+
+    @property
+    def other_prompts_tokens(self) -> int:
+        """The approximate number of tokens in all prompts but the first."""
+        if self.prompts == 1:
+            return 0
+        _, prompts = self.named_prompt
+        texts = sum(len(one) for one in prompts[1:] if isinstance(one, str))
+        return texts // LETTERS_A_TOKEN + sum(len(one) for one in prompts[1:] if isinstance(one, list))
 
     @property
     def token_ids(self) -> Sequence[int] | None:
@@ -249,8 +270,10 @@ class TextRequest:
             prompt = self.prompt
             return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
         if self.api is Api.CHAT:
-            return sum(_letters(message.get("content")) for message in self.messages)
-        return sum(_letters(self.body.get(name)) for name in ("system", "instructions", "messages", "input"))
+            _ = self.messages  # raises for anything else
+        tools = self.body.get("tools")
+        named = (self.body.get(name) for name in ("system", "instructions", "messages", "input"))
+        return sum(map(_letters, named)) + (len(str(tools)) if tools else 0)
 
     @property
     def media_items(self) -> int:
@@ -276,8 +299,33 @@ _ADDITIONS = {
     Api.GENERATE: ("image_data", "video_data", "audio_data", "input_embeds", "session_params"),
     Api.TOKENS: ("content_parts",),
 }
-_NESTED = ("text", "content", "output", "arguments", "thinking", "summary")
+_NESTED = (
+    "text",
+    "content",
+    "output",
+    "arguments",
+    "thinking",
+    "summary",
+    "reasoning_content",
+    "tool_calls",
+    "function",
+)
 _MOST_NESTED = 6
+
+
+def _is_set(value: Any) -> bool:
+    """A flag as engines read it, which also take 1 and "yes" for true."""
+    return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
+
+
+def _as_integer(value: Any) -> int:
+    """A field's integer as engines read it, which also take 8.0 and "8" for 8; 0 for anything else."""
+    if not isinstance(value, (int, float, str)):
+        return 0
+    try:
+        return int(float(value))
+    except (ValueError, OverflowError):
+        return 0
 
 
 def is_session_id(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""One HTTP/1.1 connection to an engine, parsed by httptools: sends a request at a time, and holds its answer as it arrives."""
+"""One HTTP/1.1 connection to an engine, parsed by httptools: sends one request at a time, and holds its answer as it
+arrives."""
 
 import asyncio
 import os

@@ -247,7 +247,7 @@ def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
-    """Turn (length in steps, flags) into runs in tokens; adjacent ones in equal tiers become one."""
+    """Turn (length in steps, flags) into runs in tokens; adjacent ones in the same tiers become one."""
     if len(found) == 1:
         ((length, flags),) = found
         return (Run(length * step_tokens, _tiers(flags)),)

@@ -136,8 +136,8 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
 def build_engines(
     settings: FleetSettings, block_tokens: int, cost: StepCost | None = None, *, equal_seeds: bool = False
 ) -> list[VirtualEngine]:
-    """The fleet's engines, with empty caches. `cost`: overrides the settings'. `equal_seeds`: equal blocks have equal
-    hashes on all engines, as with PYTHONHASHSEED. Raises InvalidValue if the trace's blocks don't fit the layout."""
+    """The fleet's engines, with empty caches. `cost`: overrides the settings'. `equal_seeds`: the same block has the same
+    hash on all engines, as with PYTHONHASHSEED. Raises InvalidValue if the trace's blocks don't fit the layout."""
     layout, blocks = settings.layout.scaled(block_tokens), max(1, settings.cache_tokens // block_tokens)
     return [
         VirtualEngine(

@@ -7,8 +7,11 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvatlas.fleet_store.fleet_store import FleetStore
+from kvatlas.identity import Scope
 from kvatlas.store.connection import Store
 from tests.attacks.guarded_router import (
     ACME,
@@ -30,7 +33,7 @@ from tests.eventually import until
 from tests.http_client import http_client
 from tests.router.engine_objects.test_object_holders import keeper
 from tests.router.proxy.engines import MODEL, record, running_fleet
-from tests.router.proxy.faulty_engine import faulty_engine, well
+from tests.router.proxy.faulty_engine import faulty_engine, status, well
 
 pytestmark = pytest.mark.anyio
 DECISION = "x-kvatlas-decision"
@@ -58,6 +61,18 @@ async def test_beyond_loopback_the_defaults_tell_no_decision(store: Store, valke
         for streamed in (False, True):
             answer = await client.post(router.url + COMPLETIONS, json=completion(stream=streamed))
             assert answer.status_code == 200 and DECISION not in answer.headers and DECISION not in answer.text
+
+
+async def test_beyond_loopback_the_defaults_name_no_engine_that_fails(store: Store, valkey_url: str) -> None:
+    async with (
+        running_fleet(store, {}, {"secret-worker": {"url": "http://127.0.0.1:9"}}),
+        router_process(valkey_url, "--control-port", "0", "--engine-addresses", "127.0.0.1", host="0.0.0.0") as router,
+        http_client(timeout=60) as client,
+    ):
+        for streamed in (False, True):
+            answer = await client.post(router.url + COMPLETIONS, json=completion(stream=streamed))
+            assert answer.status_code == 503
+            assert "127.0.0.1" not in answer.text and "secret-worker" not in answer.text
 
 
 async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
@@ -250,6 +265,75 @@ async def test_a_client_may_use_what_its_limits_say(store: Store, valkey_url: st
         assert over.headers["x-ratelimit-remaining-requests"] == "0"
         acmes = await client.post(COMPLETIONS, json=completion(), headers=bearer(WATCHER))
         assert acmes.status_code == 200, "another client's limits are its own"
+
+
+async def test_no_spelling_of_a_request_hides_tokens_from_a_limit(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    hidden: dict[str, dict[str, object]] = {
+        "a long answer": {"max_tokens": 2_000},
+        "a limit that its call does not have": {"max_tokens": 2_000, "max_completion_tokens": 1, "max_new_tokens": 1},
+        "a number as a text": {"max_tokens": "2000"},
+        "a number with a fraction": {"n": 2_000.0},
+        "answers as a text": {"n": "2000"},
+        "other prompts than the first": {"prompt": [[1], [2] * 2_000]},
+        "other texts than the first": {"prompt": ["a", "b" * 8_000]},
+    }
+    async with (
+        tenants_fleet(store),
+        guarded_router(valkey_url, tmp_path, clients_text(other="tokens_in_flight = 1000")) as router,
+        http_client(base_url=router.url, timeout=60) as client,
+    ):
+        for act, more in hidden.items():
+            answer = await client.post(COMPLETIONS, json=completion(**more), headers=bearer(OTHER))
+            assert answer.status_code == 429 and "tokens" in answer.json()["error"]["message"], act
+        assert (await client.post(COMPLETIONS, json=completion(), headers=bearer(OTHER))).status_code == 200
+
+
+async def test_no_spelling_of_a_stream_hides_its_usage(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    """Engines take all of these for a stream that ends without its usage."""
+    async with (
+        faulty_engine(well) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as router,
+        http_client(base_url=router.url, timeout=60) as client,
+    ):
+        for stream in (True, 1, 1.0, "true", "Yes"):
+            for options in (None, {}, {"include_usage": False}, {"include_usage": "false"}):
+                asked = completion(stream=stream, stream_options=options)
+                answer = await client.post(COMPLETIONS, json=asked, headers=bearer(OTHER))
+                assert answer.status_code == 200
+                received = await engine.requests[-1].json()
+                assert received["stream_options"] == {"include_usage": True}, (stream, options)
+
+
+async def test_requests_that_fail_everywhere_use_up_no_retries_of_other_tenants(
+    store: Store, valkey_url: str, tmp_path: Path
+) -> None:
+    bomb, good = list(range(5_000, 5_064)), list(range(6_000, 6_064))
+
+    async def fail(request: Request) -> Response:
+        asked = (await request.json())["prompt"]
+        return await (status(500) if asked == bomb or request.headers["host"] in failing else well)(request)
+
+    failing: list[str] = []
+    async with (
+        faulty_engine(fail) as first,
+        faulty_engine(fail) as second,
+        running_fleet(store, {}, {"w1": {"url": first.url}, "w2": {"url": second.url}}) as fleet,
+        guarded_router(valkey_url, tmp_path) as router,
+        http_client(base_url=router.url, timeout=60) as client,
+    ):
+        await fleet.holds("w1", good, Scope(MODEL, MODEL, None, "acme"))
+        asked = {"model": MODEL, "prompt": bomb, "max_tokens": 1}
+        for _ in range(60):
+            assert (await client.post(COMPLETIONS, json=asked, headers=bearer(OTHER))).status_code == 500
+        failing.append(first.url.removeprefix("http://"))
+        for _ in range(3):
+            answer = await client.post(COMPLETIONS, json={**asked, "prompt": good}, headers=bearer(ACME))
+            assert answer.status_code == 200
+        tried = [(await one.json())["prompt"] for one in first.requests]
+        assert good in tried, "a retry was needed"
 
 
 async def test_a_client_that_leaves_before_the_end_pays_for_what_it_was_sent(

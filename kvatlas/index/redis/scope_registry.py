@@ -26,7 +26,7 @@ REMEMBERED_S = 300.0
 """Time for which this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
-"""As `MOST_WORDS` in scope.lua allows."""
+"""The most that `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
 """Names of forgotten scopes that are kept for `usage`."""
 

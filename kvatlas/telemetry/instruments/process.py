@@ -1,4 +1,4 @@
-"""What every process has."""
+"""Instruments of every process."""
 
 from kvatlas.telemetry.instruments.instrument import by, counter, gauge, single
 
@@ -17,6 +17,7 @@ HTTP = by(
     too_many="too_many",
     denied="denied",
     upgrade="upgrade",
+    unread="unread",
 )
 
 # ---------------------------------------------------------------- process: kvatlas.runtime.process_gauges.ProcessGauges

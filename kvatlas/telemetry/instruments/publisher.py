@@ -1,4 +1,4 @@
-"""Beside an engine: its feed, the publisher, its ledger."""
+"""Instruments beside an engine: its feed, the publisher, its ledger."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, single
 

@@ -49,7 +49,7 @@ class _Held:
 
 
 class PagedCache:
-    """For one thread. A call that raises changes nothing."""
+    """For use by one thread. A call that raises changes nothing."""
 
     def __init__(
         self,

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import httpx
 import pytest
 import trustme
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from kvatlas.errors import SettingsError
 from kvatlas.http.access import HttpAccess
@@ -288,6 +293,27 @@ async def test_refusals_that_are_not_read_hold_few_connections(monkeypatch: pyte
             await (await stack.enter_async_context(connected(listener))).send(UNFINISHED)
         async with connected(listener) as one_more:
             assert await read_to_end(one_more) == b""
+
+
+async def test_a_client_that_reads_nothing_of_its_answer_is_disconnected() -> None:
+    ended = anyio.Event()
+
+    async def endless(_: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    await anyio.lowlevel.checkpoint()
+                    yield b"x" * 65_536
+            finally:
+                ended.set()
+
+        return StreamingResponse(parts())
+
+    application = Starlette(routes=[Route("/", endless)])
+    async with serving(HttpAccess(unread_s=0.1), application=application) as listener, connected(listener) as client:
+        await client.send(ASK)
+        with anyio.fail_after(60):
+            await ended.wait()
 
 
 async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> None:

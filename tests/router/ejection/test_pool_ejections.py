@@ -6,7 +6,7 @@ from kvatlas.ejection import EjectionChange, EjectionRecord, EjectionStore, Verd
 from kvatlas.store.connection import Store
 from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.ejection.pool_ejections import EJECT_S, UNREACHABLE_S, Avoided, PoolEjections
-from kvatlas_router.ejection.retry_budget import RetryBudget
+from kvatlas_router.ejection.retry_budget import RetryBudget, RetryBudgets
 
 WORKERS = frozenset({"a", "b", "c", "d"})
 POOL = "0011223344556677"
@@ -128,14 +128,25 @@ def test_the_budget_allows_a_share_of_the_requests_and_some_more() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pool_s_bad_day_takes_nothing_from_another_s_budget(store: Store) -> None:
+async def test_a_bad_day_of_a_pool_or_tenant_takes_nothing_from_another_s_budget(store: Store) -> None:
     async def no_members(_: str) -> set[str]:
         return set()
 
     monitor = EjectionMonitor(EjectionStore(store), "router", no_members)
-    while monitor.retry_budget("bad").take():
+    while monitor.retry_budget("bad", "a").take():
         pass
-    assert monitor.retry_budget("good").take()
+    assert monitor.retry_budget("good", "a").take()
+    assert monitor.retry_budget("bad", "b").take()
+
+
+def test_tenants_share_the_reserve_for_those_with_few_requests() -> None:
+    budgets = RetryBudgets()
+    for tenant in range(4):
+        budget = budgets.of(str(tenant))
+    assert [budget.take() for _ in range(6)] == [True] * 5 + [False]
+    for tenant in range(2_000):
+        budget = budgets.of(str(tenant))
+    assert [budget.take() for _ in range(3)] == [True] * 2 + [False]
 
 
 @pytest.mark.anyio

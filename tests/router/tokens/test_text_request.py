@@ -66,10 +66,26 @@ def test_a_request_says_how_much_of_the_cache_it_lets_its_engine_read(
         (Api.GENERATE, {"sampling_params": {"max_new_tokens": 7, "min_new_tokens": 3}}, OutputLimits(3, 7)),
         (Api.TOKENS, {"sampling_params": {"max_tokens": 7, "ignore_eos": True}, "max_tokens": 9}, OutputLimits(7, 7)),
         (Api.TOKENS, {"sampling_params": 5}, OutputLimits(0, None)),
+        (Api.CHAT, {"max_tokens": 7, "max_completion_tokens": 3}, OutputLimits(0, 7)),
+        (Api.COMPLETIONS, {"max_tokens": 7, "max_completion_tokens": 3, "max_new_tokens": 1}, OutputLimits(0, 7)),
+        (Api.MESSAGES, {"max_completion_tokens": 3}, OutputLimits(0, None)),
+        (Api.GENERATE, {"sampling_params": [{"max_new_tokens": 3}, {"max_new_tokens": 7}, 5]}, OutputLimits(0, 7)),
+        (Api.GENERATE, {"sampling_params": []}, OutputLimits(0, None)),
+        (Api.COMPLETIONS, {"max_tokens": "7", "min_tokens": 3.0}, OutputLimits(3, 7)),
+        (Api.COMPLETIONS, {"max_tokens": "many", "min_tokens": float("inf")}, OutputLimits(0, None)),
     ],
 )
 def test_each_api_says_in_its_own_words_how_long_its_answer_may_be(api: Api, body: Any, limits: OutputLimits) -> None:
     assert TextRequest(api, body).output_limits == limits
+
+
+@pytest.mark.parametrize(
+    ("value", "is_true"),
+    [(True, True), (1, True), (1.0, True), ("True", True), ("yes", True), ("off", False), (0, False), (None, False)],
+)
+def test_flags_are_read_as_engines_read_them(value: object, is_true: bool) -> None:
+    request = TextRequest(Api.CHAT, {"stream": value, "stream_options": {"include_usage": value}})
+    assert (request.streamed, request.wants_usage) == (is_true, is_true)
 
 
 def test_token_ids_are_read_from_the_field_of_each_api() -> None:
@@ -78,6 +94,9 @@ def test_token_ids_are_read_from_the_field_of_each_api() -> None:
     assert (given.token_ids, given.media) == ([1, 5, 5, 2], [MediaItem("9f", 1, 2)])
     batch = TextRequest.of(Api.GENERATE, {"input_ids": [[1, 2], [3]], "text": None, "lora_path": "sql"})
     assert (batch.token_ids, batch.prompts, batch.model) == ([1, 2], 2, "sql")
+    assert (given.other_prompts_tokens, batch.other_prompts_tokens) == (0, 1)
+    mixed = TextRequest.of(Api.COMPLETIONS, {"prompt": ["a" * 40, "b" * 40, [1, 2], 5], "n": "3"})
+    assert (mixed.other_prompts_tokens, mixed.all_choices) == (12, 12)
     assert TextRequest.of(Api.GENERATE, {"input_ids": [1], "image_data": "http://x"}).token_ids is None
 
 
@@ -87,6 +106,9 @@ def test_the_length_of_a_conversation_counts_all_of_its_texts() -> None:
     assert (request.letters, request.media_items) == (5, 1)
     items = [{"role": "user", "content": "abcd"}, {"type": "function_call_output", "output": "ab"}, 5]
     assert TextRequest(Api.RESPONSES, {"instructions": "a", "input": items}).letters == 7
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "abcd"}}], "content": "ab"}
+    chat = TextRequest(Api.CHAT, {"messages": [call], "tools": [{"function": {"description": "a" * 1_000}}]})
+    assert 1_006 < chat.letters < 1_100
 
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "session_id"])

@@ -7,6 +7,7 @@
 local SEGMENT = 64 -- blocks in a segment; its head has one bit for each
 local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a head (holder, 64 bits)
 local SHORT = 1024 -- in values of up to this many bytes, a plain search is faster than a binary one
+local MARK_WORDS = 6
 local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
 
 -- Returns how many bytes an entry has in this field of marks.
@@ -19,7 +20,7 @@ local function pack_marks(marks)
 end
 
 local function unpack_marks(packed)
-  return { dropped = string.byte(packed, 1), words = cmsgpack.unpack(string.sub(packed, 2)) }
+  return { dropped = string.byte(packed, 1) or 0, words = unpack_words(string.sub(packed, 2), MARK_WORDS) }
 end
 
 local function new_marks(dropped)

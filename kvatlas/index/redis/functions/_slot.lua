@@ -199,18 +199,26 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks a stored digest; `packed` false: nothing is stored. If it can't be read, a digest is returned that no holder can
--- have, so that the next checkpoint or scrub finds it wrong and a snapshot follows.
+-- Unpacks the words of a stored digest. If they can't be read, words are returned that no holder can have, so that the next
+-- checkpoint or scrub finds them wrong and a snapshot follows.
+local function unpack_words(packed, count)
+  local good, words = pcall(cmsgpack.unpack, packed)
+  good = good and type(words) == 'table' and #words == count
+  for i = 1, good and count or 0 do
+    good = good and type(words[i]) == 'number'
+  end
+  if not good then
+    words = { 1 }
+    for i = 2, count do
+      words[i] = 0
+    end
+  end
+  return words
+end
+
+-- Unpacks a stored digest; `packed` false: nothing is stored.
 local function digest_of(packed)
-  if not packed then
-    return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
-  end
-  local good, digest = pcall(cmsgpack.unpack, packed)
-  good = good and type(digest) == 'table' and #digest == 15
-  for i = 1, good and 15 or 0 do
-    good = good and type(digest[i]) == 'number'
-  end
-  return good and digest or { 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  return packed and unpack_words(packed, DIGEST_WORDS) or { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 end
 
 local function read_digest(key, holder)
