@@ -32,6 +32,7 @@ def _block_hash(value: Any) -> Any:
 
 BlockHash = Annotated[str, BeforeValidator(_block_hash), Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,12 @@ class RequestHints(BaseModel):
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
 
-    request_id: Annotated[str, Field(min_length=1)] | None = None
-    model_id: str | None = None
-    tokenizer_id: str | None = None
-    adapter_id: str | None = None
-    tenant_id: str | None = None
-    session_id: Annotated[str, Field(min_length=1)] | None = None
+    request_id: NonEmpty | None = None
+    model_id: NonEmpty | None = None
+    tokenizer_id: NonEmpty | None = None
+    adapter_id: NonEmpty | None = None
+    tenant_id: NonEmpty | None = None
+    session_id: NonEmpty | None = None
     block_hashes: tuple[BlockHash, ...] | None = None
     blocks: tuple[BlockHint, ...] | None = None
     chain: Annotated[str, AfterValidator(check_chain)] | None = None

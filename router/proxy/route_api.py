@@ -150,9 +150,12 @@ class RouteApi:
 
 
 def _number_or_text(worker_id: str) -> int | str:
-    """A worker's id as a number below 2^63, if it is written as one."""
-    is_number = worker_id.isdecimal() and str(int(worker_id)) == worker_id and int(worker_id) < 1 << 63
-    return int(worker_id) if is_number else worker_id
+    """A worker's id as a signed 64-bit number, if it is written as one."""
+    try:
+        number = int(worker_id)
+    except ValueError:
+        return worker_id
+    return number if str(number) == worker_id and -(1 << 63) <= number < 1 << 63 else worker_id
 
 
 def _choice_json(

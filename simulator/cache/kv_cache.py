@@ -85,7 +85,7 @@ class KVCache:
         self.geometry = geometry or KVGeometry()
         prefixes = prefixes or PrefixSettings()
         self._thresholds = thresholds or PressureThresholds()
-        self._on_pressure = on_pressure
+        self.on_pressure = on_pressure
         self._clock = clock
         pool = pool or PoolSettings()
         self._pool = BlockPool(num_blocks, pool.initial(num_blocks), pooling=pool.pooling)
@@ -438,8 +438,8 @@ class KVCache:
         before, now = self._reported_pressure, self.pressure
         if now is not before:
             self._reported_pressure = now
-            if self._on_pressure is not None:
-                self._on_pressure(before, now)
+            if self.on_pressure is not None:
+                self.on_pressure(before, now)
 
 
 def _first_chunk(request: AllocationRequest, match: PrefixMatch) -> Sequence[int]:

@@ -12,6 +12,7 @@ from kvatlas_simulator.cache import (
     InsufficientBlocks,
     KVCache,
     KVGeometry,
+    MemoryPressure,
     PoolSettings,
     PrefixSettings,
     SequenceTooLong,
@@ -62,6 +63,16 @@ def test_totals_are_of_all_blocks_and_collection_says_its_time() -> None:
     cache.free("a")
     collected = cache.gc(keep_blocks=0)
     assert (collected.blocks, collected.memory_bytes) == (2, 2 * BLOCK_BYTES) and collected.time_ms > 0
+
+
+def test_the_function_that_hears_of_pressure_is_set_while_sequences_live() -> None:
+    cache = KVCache(num_blocks=4, block_size=4)
+    cache.allocate(AllocationRequest("a", range(8)))
+    heard: list[MemoryPressure] = []
+    cache.on_pressure = lambda before, now: heard.append(now)
+    cache.extend("a", range(8, 12))
+    cache.free("a")
+    assert heard == [MemoryPressure.MEDIUM, MemoryPressure.LOW]
 
 
 @pytest.mark.parametrize(("pooling", "left"), [(True, 5), (False, 3)])

@@ -62,6 +62,7 @@ def test_a_shared_block_is_copied_on_write() -> None:
     copy = one.append_token(2)
     assert one.stats.copies == 1 and copy not in (one.block_table(1) or ()) and one.free_blocks == 17
     assert (one.cached_tokens(1), one.cached_tokens(2)) == (20, 21)
+    assert one.stats.allocations == 2  # a copy counts as one only
 
 
 def test_a_prefix_is_shared_onto_a_sequence_that_exists() -> None:
@@ -142,6 +143,7 @@ def test_allocations_are_counted() -> None:
     one = cache(20)
     assert one.stats.hit_rate == 0
     one.allocate_for_tokens(1, 32)
+    assert one.utilisation == 2 / 20
     one.free(1)
     assert (one.stats.allocations, one.stats.deallocations, one.utilisation) == (2, 2, 0)
 

@@ -29,7 +29,7 @@ def test_hashes_and_events_are_read_as_they_are_written() -> None:
 
 
 async def test_a_request_of_tokens_is_answered_with_the_selected_worker(store: Store, valkey_url: str) -> None:
-    async with running_fleet(store, {"1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
+    async with running_fleet(store, {"1": {}, "-1": {}, "w2": {}}) as fleet, running_proxy(valkey_url) as client:
 
         async def select(**body: object) -> dict[str, object]:
             answer = await client.post("/kvatlas/select", json=body)
@@ -40,8 +40,9 @@ async def test_a_request_of_tokens_is_answered_with_the_selected_worker(store: S
         chosen = await select(tokens=PROMPT)
         required = chosen["required_blocks"]
         assert chosen == {"worker_id": "w2", "required_blocks": required, "overlap_blocks": int(str(required)) - 1}
-        cold = await select(tokens=list(range(64)), deny=["w2"])
-        assert (cold["worker_id"], cold["overlap_blocks"]) == (1, 0)  # an id that is a number is one
+        for worker_id in (1, -1):  # an id that is a number is one
+            cold = await select(tokens=list(range(64)), allow=[str(worker_id)])
+            assert (cold["worker_id"], cold["overlap_blocks"]) == (worker_id, 0)
         assert (await client.get("/status")).json()["held"] == 0  # nothing is booked
         for body, line in (({}, "tokens is missing"), ({"tokens": ["a"]}, "request field tokens.0")):
             error = await select(**body)

@@ -102,6 +102,7 @@ def test_a_prompt_given_twice_or_not_at_all_is_refused(fields: dict[str, Any], t
     ("field", "value"),
     [
         ("request_id", ""),
+        *((name, "") for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id")),
         ("token_ids", [1, 1 << 32]),
         ("token_ids", [-1]),
         ("token_ids", ["1"]),

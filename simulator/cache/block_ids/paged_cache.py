@@ -20,7 +20,8 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 @dataclass(slots=True)
 class PagedCacheStats:
-    """Counters since the start. Hits: prefixes found and shared; misses: failed lookups. All others count blocks."""
+    """Counters since the start. Hits: prefixes found and shared; misses: failed lookups. All others count blocks;
+    `allocations` leaves out copies."""
 
     allocations: int = 0
     deallocations: int = 0
@@ -82,7 +83,7 @@ class PagedCache:
     @property
     def utilisation(self) -> float:
         """Share of the blocks in use, 0 to 1."""
-        return 1 - self.free_blocks / self.total_blocks
+        return (self.total_blocks - self.free_blocks) / self.total_blocks
 
     @property
     def memory_bytes(self) -> int:
@@ -110,7 +111,8 @@ class PagedCache:
 
     def allocate_block(self, sequence_id: SequenceId) -> int:
         """Give the sequence one more block, which is empty. Raises InsufficientBlocks if every block is shared."""
-        block_id = self._take(1)[0]
+        [block_id] = self._take(1)
+        self.stats.allocations += 1
         self._tables.setdefault(sequence_id, []).append(block_id)
         return block_id
 
@@ -123,6 +125,7 @@ class PagedCache:
             self._held[block_id].tokens = min(self.block_size, tokens - at * self.block_size)
         if block_ids:
             self._tables.setdefault(sequence_id, []).extend(block_ids)
+        self.stats.allocations += len(block_ids)
         return block_ids
 
     def append_token(self, sequence_id: SequenceId) -> int:
@@ -210,7 +213,6 @@ class PagedCache:
         for block_id in taken:
             self._tick += 1
             self._held[block_id] = _Held(1, 0, self._tick, self._tick)
-        self.stats.allocations += blocks
         return taken
 
     def _evict(self, victims: set[int]) -> None:
