@@ -89,8 +89,9 @@ class Seam(JoinedEvents):
     @property
     def reached(self) -> tuple[int, int, bool, bool]:
         """The client's progress; it stays equal only while nothing new arrives."""
-        parsed = 0 if self.parsed is None else len(self.parsed.ids) + len(self.parsed.unread)
-        return self._sent.letters + len(self._sent.ahead), parsed, self._finished, self._has_usage
+        has_call = self.parsed is not None and self.parsed.has_call
+        ids = len(self.parsed.ids) + len(self.parsed.unread) if self.parsed is not None and has_call else 0
+        return self._sent.letters + len(self._sent.ahead), ids, self._finished, self._has_usage
 
     @property
     def is_finished(self) -> bool:

@@ -351,7 +351,7 @@ class AnswerRelay:
         passed: bytes,
         continued: ContinuedAnswer,
     ) -> None:
-        seam = continued.seam
+        seam, began_ns = continued.seam, time.perf_counter_ns()
         request.sent_events, request.in_event = stream.events, stream.in_event
         request.count_sent(stream.parts)
         if seam is not None:
@@ -361,9 +361,8 @@ class AnswerRelay:
             seen = stream.error is None or is_seen(request.for_engine.path, stream.error)
             request.complete = seen if seam is None else seam.error is None and not seam.awaits_choice
         if passed:
-            began_ns = time.perf_counter_ns()
             await request.send_part(passed)
-            answer.clock.hold(time.perf_counter_ns() - began_ns)
+        answer.clock.hold(time.perf_counter_ns() - began_ns)
 
     def _hides_usage(self, request: ClientRequest, continued: ContinuedAnswer) -> bool:
         text = request.text

@@ -21,7 +21,7 @@ from tests.frontends.bodies import CALL, CALLS, TOOL
 from tests.frontends.clients import SAYS
 from tests.frontends.fleet import Fleet, environment_folder
 from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
-from tests.router.proxy.engines import record, running_fleet, running_proxy
+from tests.router.proxy.engines import PATIENT_MS, record, running_fleet, running_proxy
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import status
 
@@ -119,7 +119,7 @@ async def test_a_stream_goes_on_at_another_engine(
     caplog.set_level(logging.INFO, "kvatlas_router.proxy")  # it says why a stream did not go on
     async with (
         _mortal(valkey_url, fleet, model) as fate,
-        running_proxy(valkey_url, continue_answers="all") as client,
+        running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as client,
     ):
         ids = (await client.post("/tokenize", json={"model": model, "prompt": SAY})).json()["tokens"]
         for name, (path, asked) in REQUESTS.items():
@@ -151,15 +151,19 @@ async def test_a_stream_goes_on_at_another_engine(
         assert (await status(client))["proxy"]["continued"]["resumed"] > 9
 
 
-CALLED: dict[str, dict[str, Any]] = {
-    "two calls": {"max_tokens": 150, **USAGE},
-    "calls without usage": {"max_tokens": 150},
-    "a call to its limit": {"max_tokens": 24, **USAGE},
-    "a call with its ids": {"max_tokens": 150, "extra_body": {"return_token_ids": True}},
-    "calls after reasoning": {"max_tokens": 150, **USAGE, "extra_body": THINKS},
+CALLED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one call": (CALL, 1, {"max_tokens": 99, **USAGE}),
+    "two calls": (CALLS, 7, {"max_tokens": 150, **USAGE}),
+    "two calls without usage": (CALLS, 11, {"max_tokens": 150}),
+    "a call to its limit": (CALL, 3, {"max_tokens": 24, **USAGE}),
+    "a call with its ids": (CALL, 5, {"max_tokens": 99, "extra_body": {"return_token_ids": True}}),
+    "calls after reasoning": (
+        f"<think>\nIt rains.\n</think>\n\n{CALLS}",
+        9,
+        {"max_tokens": 150, **USAGE, "extra_body": THINKS},
+    ),
 }
-EVERY_EVENT = ("two calls", "a call to its limit")
-"""Their engine dies at every event; that of the others at every third."""
+"""What the model says; the engine dies at each of so many events."""
 GUIDED = {"max_tokens": 99, "parallel_tool_calls": False}
 
 
@@ -170,27 +174,26 @@ async def test_a_tool_call_goes_on_at_another_engine(
     caplog.set_level(logging.INFO, "kvatlas_router.proxy")
     async with (
         _mortal(valkey_url, fleet, model) as fate,
-        running_proxy(valkey_url, continue_answers="all") as proxy,
+        running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as proxy,
         openai_client(proxy) as client,
     ):
-        for name, asked in CALLED.items():
-            thought = "<think>\nIt rains.\n</think>\n\n" if "reasoning" in name else ""
-            ask = partial(_called, client, model, f"[[slow 0.02]][[say {thought}{CALLS}]]", asked)
+        for name, (says, step, asked) in CALLED.items():
+            ask = partial(_called, client, model, f"[[slow 0.01]][[say {says}]]", asked)
             undisturbed = await ask()
             assert undisturbed["calls"][0]["ids"] == 1 and undisturbed["calls"][0]["name"] == "weather"
             after, deaths = 0, 1
             while deaths:
-                after += 1 if name in EVERY_EVENT else 3
+                after += step
                 fate.after, fate.asked = [after, 9], []
                 found = await ask()
                 assert found == undisturbed, (name, after)
                 deaths = len(fate.asked) - 1
-            assert after > 20, name
+            assert after > 12, name
         counted = (await status(proxy))["proxy"]["continued"]
-        assert counted["resumed"] > 60 and not counted["tool_call"], counted
+        assert counted["resumed"] > 40 and not counted["tool_call"], counted
         fate.after = [30]
         with pytest.raises(openai.APIError):  # the grammar of a single call can't begin in its middle
-            await _called(client, model, f"[[slow 0.02]][[say {CALLS}]]", GUIDED)
+            await _called(client, model, f"[[slow 0.02]][[say {CALL}]]", GUIDED)
         assert (await status(proxy))["proxy"]["continued"]["guided"] == 1
 
 
