@@ -8,6 +8,7 @@ events.py           streams of named events, which are continued as chats:
 messages.py         Anthropic's messages
 responses.py        OpenAI's responses
 chat_events.py      chats, which are continued as completions if their token ids are known
+parsed_answer.py    chats with tool calls, whose token ids only an engine's parser can read
 generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer

@@ -9,8 +9,10 @@ from kvatlas_router.answers.event_parser import Event
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.cuts import Rest
 from kvatlas_router.continuation.joined_events import JoinedEvents
+from kvatlas_router.continuation.parsed_answer import ParsedAnswer
 from kvatlas_router.continuation.reasons import Why
 from kvatlas_router.continuation.rest_builder import RestBuilder
+from kvatlas_router.continuation.rest_request import may_parse
 from kvatlas_router.continuation.seam import DONE, Seam
 from kvatlas_router.continuation.thoughts import ThoughtEnds
 from kvatlas_router.continuation.usage import WholeUsage, count
@@ -25,6 +27,7 @@ class ChoiceSeams(JoinedEvents):
     def __init__(self, text: TextRequest, ends: ThoughtEnds) -> None:
         super().__init__()
         self.ended = False
+        self.parsed = None
         self._wants_usage = text.wants_usage
         prompt_ids, one = array("q"), replace(text, body={**text.body, "n": 1})
         self._seams = [Seam(one, ends, index=index, prompt_ids=prompt_ids) for index in range(text.choices)]
@@ -141,4 +144,6 @@ def _read(data: bytes) -> tuple[int | None, dict[str, Any] | None]:
 
 def seam_of(text: TextRequest, ends: ThoughtEnds) -> Seam | ChoiceSeams:
     """The seam of a request's answer."""
-    return Seam(text, ends) if text.choices == 1 else ChoiceSeams(text, ends)
+    if text.choices > 1:
+        return ChoiceSeams(text, ends)
+    return Seam(text, ends, parsed=ParsedAnswer(text) if may_parse(text) else None)

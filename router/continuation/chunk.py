@@ -16,9 +16,10 @@ class Chunk:
     """One event.
 
     `text`, `reasoning`: its parts of the content and of the reasoning; `thinks_in`: the fields with the reasoning. `ids`: the
-    token ids of these parts, if the engine sends them; `prompt_ids`: the prompt's. `opens`: it has only a role. `says`: it has
-    more than token ids. `finish`: the finish reason; `stop`: the stop string. `has_choice`: False for an event with usage only.
-    `is_plain`: it has nothing for single tokens, such as logprobs. `other`: why an answer with this event can't continue.
+    token ids of these parts, if the engine sends them; `prompt_ids`: the prompt's. `calls`: its parts of tool calls. `opens`:
+    it has only a role. `says`: it has more than token ids. `finish`: the finish reason; `stop`: the stop string.
+    `has_choice`: False for an event with usage only. `is_plain`: it has nothing for single tokens, such as logprobs.
+    `other`: why an answer with this event can't continue.
     """
 
     text: str = ""
@@ -26,6 +27,7 @@ class Chunk:
     thinks_in: tuple[str, ...] = ()
     ids: Sequence[int] | None = None
     prompt_ids: Sequence[int] | None = None
+    calls: Sequence[Mapping[str, Any]] = ()
     opens: bool = False
     says: bool = True
     finish: str | None = None
@@ -59,13 +61,14 @@ def read_chunk(data: bytes, index: int = 0) -> Chunk:
     finish, ids = choice.get("finish_reason"), choice.get("token_ids")
     if isinstance(ids, list) and "output_mode" in decoded and "text" not in choice:
         text = text_of_ids(ids)
-    prompt_ids = decoded.get("prompt_token_ids")
+    prompt_ids, calls = decoded.get("prompt_token_ids"), said.get("tool_calls")
     return Chunk(
         text=text if isinstance(text, str) else "",
         reasoning=said[thinks_in[0]] if thinks_in else "",
         thinks_in=thinks_in,
         ids=ids if isinstance(ids, list) else None,
         prompt_ids=prompt_ids if isinstance(prompt_ids, list) else None,
+        calls=[call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else (),
         says=bool(said) or "delta" not in choice or finish is not None,
         opens=bool(said.get("role")) and not (text or others or thinks_in) and finish is None,
         finish=finish if isinstance(finish, str) else None,

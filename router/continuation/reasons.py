@@ -31,7 +31,7 @@ class Why(StrEnum):
     TOKENS = "tokens"  # token ids were not known in time
     OBJECT = "object"  # only the engine has what the request names
     REASONING = "reasoning"  # only token ids can continue it and what follows, and they or its markers are unknown
-    TOOL_CALL = "tool_call"  # after a call has begun, the text that the model generates for it is not in the stream
+    TOOL_CALL = "tool_call"  # no other engine can parse the rest of a call
     LONG = "long"  # longer than what is kept
     UNREADABLE = "unreadable"  # an event in another form
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently

@@ -9,6 +9,7 @@ from kvatlas.identity import Scope
 from kvatlas_router.continuation.chat_events import ChatEvents
 from kvatlas_router.continuation.cuts import Cuts, Rest
 from kvatlas_router.continuation.generate_events import GenerateEvents
+from kvatlas_router.continuation.parsed_answer import ParsedAnswer
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.rest_request import body_of_ids, body_of_rest, has_ids, stops_of
 from kvatlas_router.continuation.sent_answer import SentAnswer
@@ -32,6 +33,7 @@ class RestBuilder:
         prompt_ids: Sequence[int],
         chat_events: ChatEvents | None,
         generate: GenerateEvents | None,
+        parsed: ParsedAnswer | None = None,
         *,
         index: int = 0,
     ) -> None:
@@ -45,6 +47,7 @@ class RestBuilder:
         self._thoughts = thoughts
         self._chat_events = chat_events
         self._generate = generate
+        self._parsed = parsed
         self._asks_as_chat = text.api in (Api.MESSAGES, Api.RESPONSES)
         self._with_ids = has_ids(text)
         self._body = text.body
@@ -62,6 +65,8 @@ class RestBuilder:
     def find(self, *, finished: bool, most_parts: int | None = None) -> Rest:
         """The part of the answer that the client has not received. `finished`: only the final event is missing. `most_parts`:
         the next engine gets at most this many of the received parts. Raises CannotContinue."""
+        if self._parsed is not None and self._parsed.has_call:
+            return self._parsed.rest
         sent, text = self._sent, self._sent.text
         can_write = self._chat_events is not None and self._chat_events.can_write
         by_ids = can_write and bool(self.prompt_ids) and not self.is_read
@@ -132,6 +137,9 @@ class RestBuilder:
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
         """The request's body for the rest. `tokens`: the number of the answer's tokens so far. Raises CannotTokenize for a
         conversation whose chat is not known."""
+        if rest.parsed:
+            assert self._parsed is not None
+            return self.body_of_ids(self._parsed.prompt_ids, self._parsed.known_ids, tokens, rest)
         ids = self._sent.ids_of(rest.parts) if self._with_ids or rest.by_ids else []
         if rest.by_ids:
             return self.body_of_ids(self.prompt_ids, ids, tokens, rest)

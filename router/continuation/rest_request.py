@@ -78,11 +78,16 @@ def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> 
 
 
 def _may_give_ids(text: TextRequest, kind: EngineKind) -> bool:
-    """True for a chat that may be continued as a completion of token ids: nothing but its text is read from its tokens, and
-    all of its prompt is tokens. SGLang refuses streams of chats with ids."""
+    """True for a chat that may be continued as a completion of token ids: nothing but its text and tool calls is read from its
+    tokens, and all of its prompt is tokens. SGLang refuses streams of chats with ids."""
     if text.api is not Api.CHAT or kind is not EngineKind.VLLM or text.media_items:
         return False
-    return not (text.body.get("tools") or text.body.get("logprobs") or stops_of(text))
+    return not (text.body.get("logprobs") or stops_of(text) or (text.body.get("tools") and text.choices > 1))
+
+
+def may_parse(text: TextRequest) -> bool:
+    """True for a chat whose tool calls an engine's parser can read from its tokens."""
+    return bool(text.body.get("tools")) and _may_give_ids(text, EngineKind.VLLM)
 
 
 def has_ids(text: TextRequest) -> bool:

@@ -1,7 +1,10 @@
 """Joins the streamed answers of several engines into one: what the client has so far, and the events that follow it."""
 
+import json
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvatlas.fleet.records import EngineKind
 from kvatlas_router.answers.event_parser import Event
@@ -13,6 +16,7 @@ from kvatlas_router.continuation.events import EventForm
 from kvatlas_router.continuation.generate_events import GenerateEvents
 from kvatlas_router.continuation.joined_events import JoinedEvents
 from kvatlas_router.continuation.messages import MessageEvents
+from kvatlas_router.continuation.parsed_answer import ParsedAnswer
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.responses import ResponseEvents
 from kvatlas_router.continuation.rest_builder import RestBuilder
@@ -45,9 +49,10 @@ class Seam(JoinedEvents):
         *,
         index: int = 0,
         prompt_ids: "array[int] | None" = None,
+        parsed: ParsedAnswer | None = None,
     ) -> None:
         """`ends`: its pool's. `index`: the choice that the client's events have. `prompt_ids`: what all choices of an answer
-        share, and its first event shows."""
+        share, and its first event shows. `parsed`: its tokens, if it may have tool calls that an engine can parse."""
         super().__init__()
         self._index = index
         self.ended = False
@@ -66,8 +71,14 @@ class Seam(JoinedEvents):
         """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
         self._thoughts = Thoughts(ends or ThoughtEnds())
         self.builder = RestBuilder(
-            text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate, index=index
+            text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate, parsed, index=index
         )
+        self.parsed = parsed
+        self._needs_parser: ParsedAnswer | None = None
+        """The answer, while its current engine does not parse it."""
+        self._waiting: list[tuple[Event, bytes, bytes]] = []
+        """Its events after those that are not parsed yet."""
+        self._last_usage: Mapping[str, Any] = {}
         self._resumed = self._speaks = self._by_ids = False
         self._misfit = Why.TEMPLATE
         self._least_prompt_tokens = 0
@@ -76,9 +87,17 @@ class Seam(JoinedEvents):
         self._finished = self._has_usage = False
 
     @property
+<<<<<<< HEAD
     def reached(self) -> tuple[int, bool, bool]:
         """The client's progress, for comparison: it changes whenever anything new arrives."""
         return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
+=======
+    def reached(self) -> tuple[int, int, bool, bool]:
+        """The client's progress; it stays equal only while nothing new arrives."""
+        has_call = self.parsed is not None and self.parsed.has_call
+        ids = len(self.parsed.ids) + len(self.parsed.unread) if self.parsed is not None and has_call else 0
+        return self._sent.letters + len(self._sent.ahead), ids, self._finished, self._has_usage
+>>>>>>> toolcalls
 
     @property
     def is_finished(self) -> bool:
@@ -88,6 +107,9 @@ class Seam(JoinedEvents):
     # ------------------------------------------------------------ events
 
     def _take(self, event: Event, data: bytes, raw: bytes) -> bytes:
+        if self._needs_parser is not None and self._needs_parser.has_unread_end:
+            self._waiting.append((event, data, raw))
+            return b""
         if data.strip() == b"[DONE]":
             self.ended = True
             return raw if self._form is None else self._form.end
@@ -118,16 +140,26 @@ class Seam(JoinedEvents):
             self._chat_events.learn(raw, chunk)
             if not self._prompt_ids:  # engines may repeat them for each choice
                 self._prompt_ids.extend(chunk.prompt_ids or ())
-        if chunk.other is not None:
-            self.give_up(chunk.other)
+        self._learn_calls(chunk)
         if chunk.reasoning or self._thoughts.thinks:
             chunk = self._join(chunk)
             if chunk.reasoning and chunk.usage is not None:
                 self.usage.learn_reasoning()
         self._record(chunk)
-        if not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids:
-            return b""  # engines send it for its ids alone
+        if self._is_empty(chunk):
+            return b""
         return self._shown(raw, chunk) if self._form is None else raw
+
+    def _learn_calls(self, chunk: Chunk) -> None:
+        """Read an event whose engine parses its tokens. The answer can't continue from here if other parsers can't."""
+        parsed = self.parsed
+        if parsed is not None:
+            parsed.learn(chunk)
+        may_go_on = parsed is not None and parsed.knows_ids
+        if chunk.other is not None and not (may_go_on and chunk.other is Why.TOOL_CALL and chunk.calls):
+            self.give_up(chunk.other)
+        elif parsed is not None and parsed.has_call and not may_go_on:
+            self.give_up(Why.TOOL_CALL)
 
     def _join(self, chunk: Chunk) -> Chunk:
         try:
@@ -142,7 +174,16 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
+<<<<<<< HEAD
         if chunk.opens:  # a choice that has not begun for the client
+=======
+        if self._needs_parser is not None and chunk.has_choice:
+            self._needs_parser.add(chunk)
+            self._last_usage = chunk.usage or {}
+            return b""
+        self._learn_calls(chunk)
+        if chunk.opens:  # a choice of which the client has nothing yet
+>>>>>>> toolcalls
             raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
@@ -162,11 +203,11 @@ class Seam(JoinedEvents):
             if self._thoughts.inside and chunk.usage is not None:
                 self.usage.add_reasoning(chunk.usage)
             chunk = replace(chunk, text=self._thoughts.follow(chunk.reasoning, chunk.text))
-        if chunk.other is not None:
-            if sent.ahead or self._finished:
-                raise CannotContinue(Why.DIVERGED)
-            self.give_up(chunk.other)
+        if chunk.other is not None and (sent.ahead or self._finished):
+            raise CannotContinue(Why.DIVERGED)
         has_it, rest = self._finished, chunk.text
+        if chunk.calls:
+            sent.silent = 0
         if sent.silent and not sent.ahead and not chunk.text and (chunk.finish is None or has_it):
             sent.silent -= 1
             return self._drop(chunk)
@@ -195,6 +236,8 @@ class Seam(JoinedEvents):
                 return b""
             return self._shown(self._chat_events.part(raw, chunk, *self._thoughts.write(rest)), chunk)
         self._thoughts.write(rest)
+        if self._is_empty(chunk):
+            return b""
         raw = edits.without_role(edits.with_identity(raw, self.identity))
         raw = edits.without_prompt_ids(edits.with_offsets(raw, self._base_letters))
         return self._shown(raw, chunk)
@@ -252,13 +295,17 @@ class Seam(JoinedEvents):
             return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
+    def _is_empty(self, chunk: Chunk) -> bool:
+        """True for an event that engines send for its ids alone, if the client gets none."""
+        return not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids
+
     def _record(self, chunk: Chunk) -> None:
         if not chunk.has_choice:
             self._has_usage = self._has_usage or chunk.usage is not None
             self._finished = self._finished or self._form is not None
             return
         self._finished = self._finished or chunk.finish is not None
-        if self.why is not None or chunk.opens:
+        if self.why is not None or chunk.opens or (self.parsed is not None and self.parsed.has_call):
             return
         sent = self._sent
         before = sent.end_of(len(sent.parts)).tokens or self.usage.before
@@ -281,6 +328,24 @@ class Seam(JoinedEvents):
             return edits.without_usage(raw)
         return edits.with_usage(raw, self.usage.sum) if self._resumed else raw
 
+    def read(self, answer: Any) -> bytes:
+        """The client's bytes for what a parser read; see `ParsedAnswer.read`. Raises CannotContinue."""
+        assert self.parsed is not None
+        part = self.parsed.read(answer)
+        choice = {"index": self._index, "delta": part.delta, "logprobs": None, "finish_reason": part.finish}
+        choice |= {} if part.finish is None else {"stop_reason": part.stop}
+        choice |= {} if self._hides_ids else {"token_ids": part.ids}
+        out = b""
+        if part.delta or part.finish is not None or not self._hides_ids:
+            head = {name: json.loads(value) for name, value in self.identity.items()}
+            usage = {"usage": self.usage.sum(self._last_usage)} if self._shows_usage else {}
+            said = json.dumps({**head, "choices": [choice], **usage}, separators=(",", ":"))
+            out = b"data: " + said.encode() + b"\n\n"
+            self.events += 1
+        self._finished = part.finish is not None
+        waiting, self._waiting = self._waiting, []
+        return out + b"".join(self._take(*one) for one in waiting)
+
     # ------------------------------------------------------------ the rest
 
     @property
@@ -302,10 +367,20 @@ class Seam(JoinedEvents):
 
     def resume(self, rest: Rest, tokens: int) -> None:
         """Continue with another engine's answer, to which all later events belong. `tokens`: those of the answer so far."""
+        self._resumed, self._speaks = True, False
+        self._needs_parser = self.parsed if rest.parsed else None
+        self.usage.before = tokens
+        self._waiting = []
+        self._least_prompt_tokens = 0
+        self.begin_again()
+        if self.parsed is not None:
+            if rest.parsed:
+                self.parsed.resume()
+                return
+            self.parsed.begin(tokens)
         sent = self._sent
         sent.repeat_from(rest.parts)
         self._base_letters = sent.letters
-        self.usage.before = tokens
         self._by_ids = rest.by_ids
         self._thoughts.resume(rest.markers, inside=rest.inside, fresh=rest.parts == 0)
         if self._form is not None and rest.markers is not None:  # engines report these only at the end
@@ -315,8 +390,6 @@ class Seam(JoinedEvents):
         self._least_prompt_tokens = (self.usage.prompt_tokens or 0) + tokens if exact else 0
         if self._generate is not None:
             self._generate.resume(sent.ids, sent.text_of(rest.parts))
-        self._resumed, self._speaks = True, False
-        self.begin_again()
 
     def give_up(self, why: Why) -> None:
         """Record why the answer can't continue, and forget it."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,6 @@ from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import is_seen
 from kvatlas_router.answers.event_stream import EventStream
-from kvatlas_router.continuation.choice_seams import ChoiceSeams
-from kvatlas_router.continuation.seam import Seam
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
@@ -46,7 +44,7 @@ from kvatlas_router.upstream.engine_answer import (
     WholeAnswer,
     error_refusal,
 )
-from kvatlas_router.upstream.engine_client import EngineClient, EngineLost
+from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, EngineLost
 from router_client.learning.token_counts import Usage
 from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.engine_priority import engine_priority
@@ -232,7 +230,7 @@ class AnswerRelay:
         if stream is None or stream.error is None:
             await _report(choice.first_token())
         if stream is not None:
-            await self._send_events(request, answer, stream, opened.passed, continued.seam)
+            await self._send_events(request, choice, answer, stream, opened.passed, continued)
 
     async def pass_on(
         self,
@@ -251,12 +249,25 @@ class AnswerRelay:
             await request.answer_whole(answer, header)
             return
         if opened.stream is not None:
-            usage = await self._pass_events(request, answer, opened.stream, continued.seam)
+            usage = await self._pass_events(request, choice, answer, opened.stream, continued)
         else:
             async for chunk in answer:
                 await request.send_part(chunk)
             await request.send({"type": "http.response.body", "body": b""})
         await _report(self._finish(request, choice, answer, usage, continued))
+
+    async def ask(self, choice: Booked, path: str, body: Mapping[str, Any]) -> Any:
+        """Post a body to the chosen engine, and return the JSON of its answer; None if it refuses. Raises EngineLost."""
+        try:
+            reply = await self._engines.call("POST", choice.url.rstrip("/") + path, body, more_headers=choice.headers)
+        except EngineAway as error:
+            raise EngineLost(str(error)) from error
+        if reply.status >= 500:
+            raise EngineLost(f"{choice.url}{path}: status {reply.status}")
+        try:
+            return reply.json() if reply.status == 200 else None
+        except ValueError:
+            return None
 
     async def _finish(
         self, request: ClientRequest, choice: Booked, answer: Answer, usage: Usage | None, continued: ContinuedAnswer
@@ -279,13 +290,19 @@ class AnswerRelay:
         )
 
     async def _pass_events(
-        self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, seam: Seam | ChoiceSeams | None
+        self,
+        request: ClientRequest,
+        choice: Booked,
+        answer: StreamedAnswer,
+        stream: EventStream,
+        continued: ContinuedAnswer,
     ) -> Usage | None:
-        rest = b""
+        rest, seam = b"", continued.seam
         try:
             async with asyncio.timeout(END_S if stream.is_over else None) as ending:
                 async for chunk in answer:
-                    await self._send_events(request, answer, stream, self._read(answer, stream, chunk), seam)
+                    passed = self._read(answer, stream, chunk)
+                    await self._send_events(request, choice, answer, stream, passed, continued)
                     if stream.is_over and ending.when() is None:
                         ending.reschedule(asyncio.get_running_loop().time() + END_S)
             rest = stream.end()
@@ -295,7 +312,7 @@ class AnswerRelay:
             if not (stream.is_over if seam is None else seam.missing_end is not None or seam.awaits_choice):
                 raise
         if seam is not None:
-            rest = seam.end(rest)
+            rest = await continued.end_engine(rest, partial(self.ask, choice))
             if (end := seam.missing_end) is not None:
                 await request.send({"type": "http.response.body", "body": rest + end})
                 return stream.usage
@@ -327,23 +344,24 @@ class AnswerRelay:
     async def _send_events(
         self,
         request: ClientRequest,
+        choice: Booked,
         answer: StreamedAnswer,
         stream: EventStream,
         passed: bytes,
-        seam: Seam | ChoiceSeams | None,
+        continued: ContinuedAnswer,
     ) -> None:
+        seam, began_ns = continued.seam, time.perf_counter_ns()
         request.sent_events, request.in_event = stream.events, stream.in_event
         request.count_sent(stream.parts)
         if seam is not None:
-            passed = seam.feed(passed)
+            passed = await continued.feed(passed, partial(self.ask, choice))
             request.sent_events = seam.events
         if stream.is_over:  # clients disconnect as soon as they have the final event, or an error
             seen = stream.error is None or is_seen(request.for_engine.path, stream.error)
             request.complete = seen if seam is None else seam.error is None and not seam.awaits_choice
         if passed:
-            began_ns = time.perf_counter_ns()
             await request.send_part(passed)
-            answer.clock.hold(time.perf_counter_ns() - began_ns)
+        answer.clock.hold(time.perf_counter_ns() - began_ns)
 
     def _hides_usage(self, request: ClientRequest, continued: ContinuedAnswer) -> bool:
         text = request.text

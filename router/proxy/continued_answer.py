@@ -13,6 +13,7 @@ from kvatlas.identity import Scope
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.continuation.choice_seams import ChoiceSeams, seam_of
 from kvatlas_router.continuation.cuts import Rest
+from kvatlas_router.continuation.parsed_answer import DERENDER, check_guide
 from kvatlas_router.continuation.reasons import CannotContinue, ContinueMode, Why, why_not
 from kvatlas_router.continuation.rest_request import counting_fields
 from kvatlas_router.continuation.seam import Seam
@@ -20,6 +21,7 @@ from kvatlas_router.continuation.thoughts import Markers, ThoughtEnds, markers_o
 from kvatlas_router.prompts.request_reader import UnknownModel
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.counters import ContinuationCounters
+from kvatlas_router.tokens.engine_questions import render_question
 from kvatlas_router.tokens.prompt_reader import RequestPrompt
 from kvatlas_router.tokens.text_request import Api, TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize
@@ -31,9 +33,13 @@ _log = logging.getLogger("kvatlas_router.proxy")
 TOKENS_WAIT_S = 10.0
 """Longest wait for late tokens that an answer needs to continue; shorter if its request may wait less for a worker."""
 AGAIN_S = 0.05
+PARSE_PAUSE = 9
+"""Tokens that an engine must parse again and again wait for this many times the last parse."""
 _LATE = frozenset({WhyNoTokens.LATE.value, WhyNoTokens.BUSY.value})
 
 KindOf = Callable[[Scope], Awaitable[EngineKind]]
+AskEngine = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+"""Posts a body to a path of the current engine, and returns the JSON of its answer; None if it refuses. Raises EngineLost."""
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 
@@ -66,6 +72,7 @@ class ContinuedAnswer:
     _reached: object = None
     _prompt: RequestPrompt | None = None
     _patient_until: float = 0.0
+    _parse_at: float = 0.0
 
     @classmethod
     def of(
@@ -216,6 +223,43 @@ class ContinuedAnswer:
             if found.prompt_tokens is not None and list(found.prompt.tokens or ()) == list(ids):
                 return _Next(rest, tokens, Api.CHAT, body), found
         return None
+
+    async def check(self, ask: AskEngine) -> None:
+        """Check that the engine that has begun to answer can parse the rest, if it must. Raises CannotContinue, and what `ask`
+        raises."""
+        parsed = None if self.seam is None else self.seam.parsed
+        if self._next is None or not self._next.rest.parsed or parsed is None or self.request.text is None:
+            return
+        rendering = render_question(self.request.text)
+        assert rendering is not None
+        check_guide(await ask(rendering.path, rendering.body))
+        if (question := parsed.check_question) is not None:
+            parsed.check(await ask(DERENDER, question))
+        self._parse_at = 0.0
+
+    async def feed(self, passed: bytes, ask: AskEngine) -> bytes:
+        """The client's bytes for those of the current engine, which `ask` asks to parse them if it must. Raises CannotContinue,
+        and what `ask` raises."""
+        assert self.seam is not None
+        return self.seam.feed(passed) + await self._parse(ask)
+
+    async def end_engine(self, rest: bytes, ask: AskEngine) -> bytes:
+        """The same for the last bytes of its stream."""
+        assert self.seam is not None
+        return self.seam.end(rest) + await self._parse(ask)
+
+    async def _parse(self, ask: AskEngine) -> bytes:
+        """The client's bytes for unread tokens. Parsing takes at most a tenth of the time, and all at the end."""
+        seam = self.seam
+        if not isinstance(seam, Seam) or (parsed := seam.parsed) is None or not parsed.is_unread:
+            return b""
+        began = time.monotonic()
+        if began < self._parse_at and not parsed.has_unread_end:
+            return b""
+        answer = await ask(DERENDER, parsed.question)
+        ended = time.monotonic()
+        self._parse_at = ended + PARSE_PAUSE * (ended - began)
+        return seam.read(answer)
 
     def join(self) -> None:
         """Let the engine that has begun to answer take over. Does nothing for the first one."""

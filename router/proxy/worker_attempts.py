@@ -152,6 +152,7 @@ class WorkerAttempts:
                         raise EngineRefused(f"{choice.url}: status {answer.status}", answer)
                     opened = await self._relay.open(request, choice, header, answer, continued)
                     continued.fit(readable=opened.stream is not None)
+                    await continued.check(partial(self._relay.ask, choice))
                     for one in unjudged:
                         self._ejections.record_good(pool_id, one)
                     await self._blame_doubted(attempts, worker_id)

@@ -9,6 +9,10 @@ TOOL = {
 }
 QUESTION = "Who holds the blocks of this prefix, and for how long, if all the others have dropped theirs already?"
 CALL = 'Soon. <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALLS = f"""{CALL}
+<tool_call>
+{{"name": "weather", "arguments": {{"city":  "K\u00f6ln,\\n\\"am Rhein\\"", "days": [1, {{"of": null}}]}}}}
+</tool_call>"""
 IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 

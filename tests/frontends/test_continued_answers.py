@@ -5,9 +5,11 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
+import openai
 import pytest
 
 from kvatlas.fleet.records import EngineKind
@@ -15,11 +17,12 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.store.connection import Store, open_store
 from kvatlas_router.ejection.retry_budget import RetryBudget
 from tests.end_to_end.processes import ROOT
-from tests.frontends.bodies import CALL, TOOL
+from tests.frontends.bodies import CALL, CALLS, TOOL
 from tests.frontends.clients import SAYS
 from tests.frontends.fleet import Fleet, environment_folder
 from tests.router.continuation.mortal_engine import Fate, mortal_engines, read_stream
-from tests.router.proxy.engines import record, running_fleet, running_proxy
+from tests.router.proxy.engines import PATIENT_MS, record, running_fleet, running_proxy
+from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import status
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +31,7 @@ SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]]
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
 """Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
 REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe worker that holds it answers.]]"
-CALLS = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
+REASON_AND_CALL = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 USAGE = {"stream_options": {"include_usage": True}}
 TWO = {"n": 2, "temperature": 0.5, "seed": 1}
@@ -59,7 +62,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning before a call": (
         "/v1/chat/completions",
         {
-            "messages": [{"role": "user", "content": CALLS}],
+            "messages": [{"role": "user", "content": REASON_AND_CALL}],
             "max_tokens": 99,
             "tools": [{"type": "function", "function": TOOL}],
             **USAGE,
@@ -114,16 +117,10 @@ async def test_a_stream_goes_on_at_another_engine(
     fleet: Fleet, model: str, valkey_url: str, no_budget: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvatlas_router.proxy")  # it says why a stream did not go on
-    store = await open_store(valkey_url, wait=False)
-    try:
-        await store.client.flushall()
-        await _compare(store, fleet, model, valkey_url)
-    finally:
-        await store.close()
-
-
-async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> None:
-    async with _mortal(store, fleet, model) as fate, running_proxy(valkey_url, continue_answers="all") as client:
+    async with (
+        _mortal(valkey_url, fleet, model) as fate,
+        running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as client,
+    ):
         ids = (await client.post("/tokenize", json={"model": model, "prompt": SAY})).json()["tokens"]
         for name, (path, asked) in REQUESTS.items():
             if name in (VLLM if model.startswith("sglang") else SGLANG):
@@ -132,7 +129,8 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
             if name.endswith("ids"):
                 body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            for after in range(3, undisturbed.get("call at") or undisturbed["events"], 3):
+            stays = model.startswith("sglang") and undisturbed.get("call at")  # it gives no ids of a call's tokens
+            for after in range(3, stays or undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
@@ -153,12 +151,99 @@ async def _compare(store: Store, fleet: Fleet, model: str, valkey_url: str) -> N
         assert (await status(client))["proxy"]["continued"]["resumed"] > 9
 
 
+CALLED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one call": (CALL, 1, {"max_tokens": 99, **USAGE}),
+    "two calls": (CALLS, 7, {"max_tokens": 150, **USAGE}),
+    "two calls without usage": (CALLS, 11, {"max_tokens": 150}),
+    "a call to its limit": (CALL, 3, {"max_tokens": 24, **USAGE}),
+    "a call with its ids": (CALL, 5, {"max_tokens": 99, "extra_body": {"return_token_ids": True}}),
+    "calls after reasoning": (
+        f"<think>\nIt rains.\n</think>\n\n{CALLS}",
+        9,
+        {"max_tokens": 150, **USAGE, "extra_body": THINKS},
+    ),
+}
+"""What the model says; the engine dies at each of so many events."""
+GUIDED = {"max_tokens": 99, "parallel_tool_calls": False}
+
+
+@pytest.mark.parametrize("model", ["vllm-small"])
+async def test_a_tool_call_goes_on_at_another_engine(
+    fleet: Fleet, model: str, valkey_url: str, no_budget: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvatlas_router.proxy")
+    async with (
+        _mortal(valkey_url, fleet, model) as fate,
+        running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as proxy,
+        openai_client(proxy) as client,
+    ):
+        for name, (says, step, asked) in CALLED.items():
+            ask = partial(_called, client, model, f"[[slow 0.01]][[say {says}]]", asked)
+            undisturbed = await ask()
+            assert undisturbed["calls"][0]["ids"] == 1 and undisturbed["calls"][0]["name"] == "weather"
+            after, deaths = 0, 1
+            while deaths:
+                after += step
+                fate.after, fate.asked = [after, 9], []
+                found = await ask()
+                assert found == undisturbed, (name, after)
+                deaths = len(fate.asked) - 1
+            assert after > 12, name
+        counted = (await status(proxy))["proxy"]["continued"]
+        assert counted["resumed"] > 40 and not counted["tool_call"], counted
+        fate.after = [30]
+        with pytest.raises(openai.APIError):  # the grammar of a single call can't begin in its middle
+            await _called(client, model, f"[[slow 0.02]][[say {CALL}]]", GUIDED)
+        assert (await status(proxy))["proxy"]["continued"]["guided"] == 1
+
+
+async def _called(client: openai.AsyncOpenAI, model: str, says: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """What a streamed chat says and calls, as OpenAI's client reads it."""
+    tools: Any = [{"type": "function", "function": TOOL}]
+    messages: Any = [{"role": "user", "content": says}]
+    stream = await client.chat.completions.create(
+        model=model, messages=messages, tools=tools, temperature=0, stream=True, **asked
+    )
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    calls: dict[int, dict[str, Any]] = {}
+    for call in (call for choice in choices for call in choice.delta.tool_calls or ()):
+        whole = calls.setdefault(call.index, {"ids": 0, "name": "", "arguments": ""})
+        assert call.function is not None
+        whole["ids"] += call.id is not None
+        whole["name"] += call.function.name or ""
+        whole["arguments"] += call.function.arguments or ""
+    usages = [chunk.usage.model_dump(exclude={"prompt_tokens_details"}) for chunk in chunks if chunk.usage is not None]
+    assert len({(chunk.id, chunk.object, chunk.created, chunk.model) for chunk in chunks}) == 1
+    return {
+        "calls": calls,
+        "text": "".join(choice.delta.content or "" for choice in choices),
+        "reasoning": "".join(getattr(choice.delta, "reasoning", None) or "" for choice in choices),
+        "ids": [id for choice in choices for id in getattr(choice, "token_ids", None) or ()],
+        "roles": [choice.delta.role for choice in choices if choice.delta.role],
+        "finish": [choice.finish_reason for choice in choices if choice.finish_reason],
+        "usages": usages,
+    }
+
+
 @asynccontextmanager
-async def _mortal(store: Store, fleet: Fleet, model: str) -> AsyncIterator[Fate]:
+async def _store(valkey_url: str) -> AsyncIterator[Store]:
+    """An empty one."""
+    store = await open_store(valkey_url, wait=False)
+    try:
+        await store.client.flushall()
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def _mortal(valkey_url: str, fleet: Fleet, model: str) -> AsyncIterator[Fate]:
     """Workers with these engines, of which some die in mid-answer."""
     engines = [fleet.engines[model][0].url, fleet.engines[model][-1].url]
     kind = EngineKind.SGLANG if model.startswith("sglang") else EngineKind.VLLM
     async with (
+        _store(valkey_url) as store,
         mortal_engines({f"w{number}": url for number, url in enumerate([*engines, engines[0]])}) as (urls, fate),
         running_fleet(store, {}),
     ):

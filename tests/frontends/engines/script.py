@@ -35,13 +35,16 @@ class Scripts:
     def of(self, prompt: list[int]) -> Script:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         said, slow = _SAY.findall(text), _SLOW.findall(text)
-        answer = self._rest(said[-1] if said else ANSWER, text)
+        answer = self._rest(said[-1] if said else ANSWER, prompt, text)
         return Script(tuple(answer), float(slow[-1]) if slow else 0.0, bool(_FAIL.search(text)))
 
-    def _rest(self, answer: str, prompt: str) -> list[int]:
-        """The answer's tokens without what the prompt ends with, which may end within a token."""
-        sent = next((answer[:at] for at in range(len(answer), 0, -1) if prompt.endswith(answer[:at])), "")
+    def _rest(self, answer: str, prompt: list[int], text: str) -> list[int]:
+        """The answer's tokens without what the prompt, which has this text, ends with: tokens, or a text that may end within
+        one."""
         ids = self._encode(answer)
+        if begun := next((at for at in range(len(ids), 0, -1) if prompt[-at:] == ids[:at]), 0):
+            return ids[begun:]
+        sent = next((answer[:at] for at in range(len(answer), 0, -1) if text.endswith(answer[:at])), "")
         ends = (at for at in range(len(ids)) if self._tokenizer.decode(ids[:at], skip_special_tokens=False) == sent)
         at = next(ends, None)
         return ids[at:] if at is not None else self._encode(answer[len(sent) :])

@@ -13,6 +13,8 @@ PROMPT = (7, 8, 9)
 FIRST_ID = 1_000
 START, END = "<think>", "</think>"
 MARKERS = Markers(START, END, (5, 6))
+CALL, END_CALL = "<call>", "</call>"
+"""Around a tool call: a token for its name, and others for its arguments."""
 OPENED = (*PROMPT, MARKERS.ids[0])
 """A prompt that begins the reasoning."""
 _NAMES = count()
@@ -22,13 +24,15 @@ _NAMES = count()
 class ExactEngine:
     """Its answer's token ids are FIRST_ID and those that follow; it goes on behind any prompt of ids. What is between START and
     END is reasoning in its chats. `opened`: their prompt has the START. `strips`: they have no white space at the end of the
-    reasoning, and send it late within. `whole`: events of `/generate` have the whole answer. `parts`: see `Engine`."""
+    reasoning, and send it late within. `whole`: events of `/generate` have the whole answer. `parts`: see `Engine`. `reason`:
+    why it ends after its last token."""
 
     tokens: Sequence[str]
     whole: bool = True
     parts: Sequence[int] = (1,)
     opened: bool = False
     strips: bool = False
+    reason: str = "length"
 
     @property
     def ids(self) -> list[int]:
@@ -48,14 +52,14 @@ class ExactEngine:
         name, events, done, parser = next(_NAMES), [], 0, _Parser(thinks=MARKERS.is_open(prompt), strips=self.strips)
         if "messages" in body:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            shown = list(asked) if body.get("return_token_ids") else None
+            shown = list(prompt) if body.get("return_token_ids") else None
             events.append(self._chunk(name, [role], before, 0, prompt_token_ids=shown))
         for turn in count():
             some = left[done : (done := done + self.parts[turn % len(self.parts)])]
             if not some:
                 break
             ids, texts = [self.ids[at] for at in some], [self.tokens[at] for at in some]
-            reason = "length" if some[-1] == left[-1] else None
+            reason = None if some[-1] != left[-1] else self.reason if left[-1] + 1 == len(self.tokens) else "length"
             shown = ids if body.get("return_token_ids") else None
             if "input_ids" in body:
                 events.append(self._output(name, left, done, some, reason))
@@ -66,11 +70,31 @@ class ExactEngine:
                 said: dict[str, Any] = (
                     {"delta": parser.delta(texts)} if "messages" in body else {"text": "".join(texts)}
                 )
+                reason = parser.finish(reason)
                 choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason, "token_ids": shown}
                 events.append(self._chunk(name, [choice], before, min(done, len(left)), reasons=parser.reasons))
         if body.get("stream_options"):
             events.append(self._chunk(name, [], before, len(left), reasons=parser.reasons))
         return [*events, DONE]
+
+    def parse(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of vLLM's `/v1/chat/completions/derender` to a part of a stream."""
+        state, choice = body["stream_state"], body["generate_chunk"]["choices"][0]
+        parser, replayed = _Parser(thinks=MARKERS.is_open(body["prompt_token_ids"]), strips=self.strips), 0
+        for length in state["output_chunk_lens"]:
+            parser.delta(self._texts(state["output_token_ids"][replayed : (replayed := replayed + length)]))
+        assert replayed == len(state["output_token_ids"])
+        delta: dict[str, Any] = {"role": None, "content": None, "reasoning": None}
+        delta |= parser.delta(self._texts(choice["token_ids"]))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call and call["index"] < len(state["last_tool_call_ids"]):
+                call["id"] = state["last_tool_call_ids"][call["index"]]
+        reason = parser.finish(choice["finish_reason"])
+        parsed = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        return {"chunk": {"choices": [parsed]}, "stream_state": {}}
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        return [(START, END)[MARKERS.ids.index(id)] if id in MARKERS.ids else self.tokens[id - FIRST_ID] for id in ids]
 
     def _output(self, name: int, left: range, done: int, some: range, reason: str | None) -> bytes:
         at = left[:done] if self.whole else some
@@ -100,16 +124,30 @@ class ExactEngine:
 
 @dataclass(slots=True)
 class _Parser:
-    """vLLM's, of reasoning. `reasons`: tokens of it."""
+    """vLLM's, of reasoning and of tool calls. `reasons`: tokens of reasoning. `calls`: begun calls."""
 
     thinks: bool
     strips: bool
     reasons: int = 0
     late: str = ""
+    calls: int = 0
+    place: str = ""
+    """Within a call: what its next token belongs to."""
 
-    def delta(self, texts: Sequence[str]) -> dict[str, str]:
-        said = {"reasoning": self.late, "content": ""}
+    def finish(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+    def delta(self, texts: Sequence[str]) -> dict[str, Any]:
+        said, called = {"reasoning": self.late, "content": ""}, list[dict[str, Any]]()
         for text in texts:
+            if text in (CALL, END_CALL):
+                self.place, self.calls = "name" if text == CALL else "", self.calls + (text == CALL)
+                continue
+            if self.place:
+                named = {"id": f"call-{next(_NAMES)}", "type": "function"} if self.place == "name" else {}
+                called.append({"index": self.calls - 1, **named, "function": {self.place: text}})
+                self.place = "arguments"
+                continue
             if text in (START, END):
                 self.thinks = text == START
                 continue
@@ -119,11 +157,12 @@ class _Parser:
             whole = said["reasoning"]
             said["reasoning"] = whole.rstrip()
             self.late = whole[len(said["reasoning"]) :] if self.thinks else ""
+        silent = {END, CALL, END_CALL} & {*texts[-1:]} or called
         return {
             name: text
             for name, text in said.items()
-            if text or (name == "content" and not self.thinks and not any(said.values()) and texts[-1] != END)
-        }
+            if text or (name == "content" and not self.thinks and not any(said.values()) and not silent)
+        } | ({"tool_calls": called} if called else {})
 
 
 def _event(data: dict[str, Any]) -> bytes:

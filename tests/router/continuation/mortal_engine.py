@@ -81,11 +81,10 @@ class _Relay:
     ) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_length(head))
-        if head.startswith((b"POST /v1/", b"POST /generate", b"POST /inference/")) and b'"stream":true' in body.replace(
-            b" ", b""
-        ):
-            self._fate.asked.append((self._worker_id, body))
         line = head.partition(b"\r\n")[0]
+        generates = line.startswith((b"POST /v1/", b"POST /generate", b"POST /inference/")) and b"render" not in line
+        if generates and b'"stream":true' in body.replace(b" ", b""):
+            self._fate.asked.append((self._worker_id, body))
         if (
             line.startswith(b"POST ")
             and b"/tokenize" not in line
