@@ -165,7 +165,7 @@ class TextRequest:
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any. Of two limits, which engines rank differently, the larger one."""
+        """The request's own limit of generated tokens, if any; the larger of two, which engines rank differently."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
         return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
@@ -303,7 +303,17 @@ _ADDITIONS = {
     Api.GENERATE: ("image_data", "video_data", "audio_data", "input_embeds", "session_params"),
     Api.TOKENS: ("content_parts",),
 }
-_NESTED = ("text", "content", "output", "arguments", "thinking", "summary", "reasoning_content", "tool_calls", "function")
+_NESTED = (
+    "text",
+    "content",
+    "output",
+    "arguments",
+    "thinking",
+    "summary",
+    "reasoning_content",
+    "tool_calls",
+    "function",
+)
 _MOST_NESTED = 6
 
 

@@ -40,8 +40,9 @@ DECISION = "x-kvatlas-decision"
 
 
 async def test_with_the_defaults_a_body_names_no_tenant(store: Store, valkey_url: str) -> None:
-    """Nobody proves anything, so there is one tenant."""
-    async with tenants_fleet(store), router_process(valkey_url) as router, http_client(timeout=60) as client:
+    """There is nothing to prove a tenant with, so there is one, as the router says at its start."""
+    said = "every client belongs to the tenant of --tenant-id"
+    async with tenants_fleet(store), router_process(valkey_url, said=said) as router, http_client(timeout=60) as client:
         route = f"{router.url}/kvatlas/route"
         claimed = await client.post(route, json=hints(tenant_id="acme"))
         assert claimed.status_code == 400 and "another tenant" in claimed.json()["error"]["message"]

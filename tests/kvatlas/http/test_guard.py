@@ -310,11 +310,10 @@ async def test_a_client_that_reads_nothing_of_its_answer_is_disconnected() -> No
         return StreamingResponse(parts())
 
     application = Starlette(routes=[Route("/", endless)])
-    async with serving(HttpAccess(unread_s=0.1), application=application) as listener:
-        async with connected(listener) as client:
-            await client.send(ASK)
-            with anyio.fail_after(60):
-                await ended.wait()
+    async with serving(HttpAccess(unread_s=0.1), application=application) as listener, connected(listener) as client:
+        await client.send(ASK)
+        with anyio.fail_after(60):
+            await ended.wait()
 
 
 async def test_a_server_with_a_certificate_speaks_tls_alone(tmp_path: Path) -> None:
