@@ -209,14 +209,14 @@ async def test_a_router_changes_no_block_by_any_function_with_any_keys(with_user
             parts = ("workers", "holders", "active", "meta", "retired", "free")
             shard = [f"kva:{{s0}}:{part}" for part in parts]
             records = [POOLS, *(f"kva:{{fleet}}:{part}" for part in ("members", "leases", "layout"))]
-            kinds = (shard, [*records, *object_keys("acme")], list(pool_keys(pool_id.decode())), [])
+            kinds: list[list[str]] = [shard, [*records, *object_keys("acme")], list(pool_keys(pool_id.decode())), []]
 
             def count_done() -> int:
                 done = 0
                 for function, kind, args in product(FUNCTIONS, kinds, HOSTILE):
                     for keys in (kind, (kind * 3)[:17]):
                         with suppress(ResponseError):
-                            router.execute_command("FCALL", function, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+                            router.execute_command("FCALL", function, len(keys), *keys, *args)
                             done += 1
                 return done
 
