@@ -1,5 +1,5 @@
 # One recipe, three images: EXTRAS says what is in it. `make image` builds all three with docker, podman or buildah.
-#   kvatlas            publisher,indexer,router,gateway  every service and every question
+#   kvatlas            publisher,indexer,router,gateway  every service and every query
 #   kvatlas-sidecar    publisher                         beside an engine: what each of its pods pulls
 #   kvatlas-simulator  simulator                         simulated engines and the demo
 # Another base needs python3 (3.11 or later) with its venv module.

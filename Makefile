@@ -115,7 +115,7 @@ oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vL
 # vLLM, SGLang and the clients, a folder each: no two of them agree on versions.
 FRONTENDS := $(addprefix .frontends/,vllm/.ready sglang/.ready clients/.ready npm/.ready)
 
-frontends: $(READY) $(FRONTENDS) ## test the router before vLLM's and SGLang's own servers, with real clients (installs all, no GPU)
+frontends: $(READY) $(FRONTENDS) ## test the router in front of vLLM's and SGLang's own servers, with real clients (installs all, no GPU)
 	KVATLAS_FRONTENDS=.frontends $(BIN)/python -m pytest -q --durations 5 tests/frontends
 
 SERVER_vllm := vllm==0.33.0
@@ -200,7 +200,7 @@ push: ## the images, to REGISTRY; log in to it first
 	@set -e; $(foreach image,$(IMAGES),$(TOOL) push $(PREFIX)$(image):$(VERSION) ; )
 
 # Without docker, podman or buildah the images are left out; with CHART_REGISTRY=oci://... the chart is pushed too.
-release: $(READY) .release/.ready ## wheel, sdist, chart, bill of materials, notes and sums into dist/; images, if a builder answers
+release: $(READY) .release/.ready ## wheel, sdist, chart, bill of materials, notes and sums into dist/; images, if there is a builder
 	rm -rf dist build
 	$(BIN)/python -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir dist
 	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" >/dev/null

@@ -15,7 +15,7 @@ from benchmarks import learning, predictions
 from benchmarks.proxy import overhead
 from benchmarks.rebuild import recovery
 from benchmarks.result import tabulate
-from benchmarks.route import latency
+from benchmarks.route import growth
 from benchmarks.spread import comparison
 from benchmarks.stores import valkey_store
 from kvatlas.embedded import nats_server
@@ -24,7 +24,7 @@ from kvatlas.embedded import nats_server
 async def _measure(console: Console) -> None:
     """Print each part when it is measured."""
     async with nats_server() as nats, valkey_store() as store:
-        console.print(*await latency.measure_scaling(store))
+        console.print(*await growth.measure(store))
         runs = await comparison.measure(store)
         console.print(comparison.tabulate(runs))
         console.print(overhead.tabulate(await overhead.measure(store)))

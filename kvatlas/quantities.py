@@ -9,7 +9,7 @@ def count_text(count: int, noun: str, plural: str = "") -> str:
 
 
 def age_text(age_us: int) -> str:
-    """A duration with a fitting unit: `1.5 s`, `3 min`, `2.0 h`."""
+    """A duration in a suitable unit: `1.5 s`, `3 min`, `2.0 h`."""
     seconds = age_us / 1e6
     if seconds < 120:
         return f"{seconds:.1f} s"

@@ -15,7 +15,7 @@ OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
 """One line per request, never limited."""
 MOST_LETTERS = 4_096
-"""Limit of letters in one message."""
+"""Limit of characters in one message."""
 _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
 """The beginning of a line about one worker."""
 

@@ -100,7 +100,7 @@ def _skip_imports(argv: Sequence[str]) -> None:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """Our environment variables, as (name in messages, value)."""
+    """Our environment variables, as (name as shown in messages, value)."""
     return ((f"variable {name}", text) for name, text in os.environ.items() if name.startswith("KVATLAS_"))
 
 

@@ -88,7 +88,8 @@ class PublisherSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
-        """From a process's settings, which have the same names. With a data-parallel rank, the worker is that rank."""
+        """From a process's settings, which have the same names. If they name a data-parallel rank, the worker is that
+        rank."""
         rank = settings.dp_rank
         given = {name: getattr(settings, name) for name in cls.model_fields if hasattr(settings, name)}
         if rank is not None:

@@ -48,12 +48,12 @@ log = logging.getLogger("kvatlas.publisher")
 async def run_sidecar(
     settings: PublishSettings | Sequence[PublishSettings], ready: Callable[[Sequence[Publisher]], None] | None = None
 ) -> None:
-    """Publish until cancelled. Several settings mean several engines or ranks, over the first one's NATS.
+    """Publish until cancelled. Several settings mean several engines or ranks, all over the first one's NATS.
 
     `ready` is called once every feed has caught up and every worker is published. On cancellation the sidecar saves the ledgers
     and reports the workers as draining in heartbeats. They are not retired, so that a restarted sidecar can continue.
     The status page of the first settings is served if its port is set. Raises Unreachable if NATS can't be reached and `wait`
-    is off, or a socket can't be opened; OtherFleet if NATS belongs to another fleet; SettingsError for contradicting settings
+    is off, or a socket can't be opened; OtherFleet if NATS belongs to another fleet; SettingsError for contradictory settings
     or an unusable address of the status page.
     """
     every = [settings] if isinstance(settings, PublishSettings) else list(settings)

@@ -79,7 +79,7 @@ class ClientBorders:
                 raise InvalidValue("the header X-KVAtlas-Tenant needs an operator's token (--control-token-file)")
             return Caller(scope["client"][0] if scope["client"] else "")
         if len(named) > 1 or not all(map(is_tenant_name, named)):
-            raise InvalidValue("the header X-KVAtlas-Tenant is no valid tenant name; expected one")
+            raise InvalidValue("the header X-KVAtlas-Tenant is not a valid tenant name")
         return Caller(f"token {sha256(token).hexdigest()[:16]}", named[0] if named else None)
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +15,7 @@ from opentelemetry.trace import Span
 from kvatlas.blocks.block_names import said_sequence_hash
 from kvatlas.blocks.residency import BlockKey, Residency
 from kvatlas.cost.learned_rates import LearnedRates
+from kvatlas.dataclass import replace
 from kvatlas.errors import NotSupported
 from kvatlas.fleet.records import FleetRecord
 from kvatlas.fleet_store.fleet_store import FLEET_LIBRARY, FleetStore
@@ -298,7 +298,7 @@ class RouterClient:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
         It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are
-        broken by a hash of the prompt, the worker and the seed: evenly, and equally on every router. Call `await
+        broken by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router. Call `await
         choice.first_token()` when the prefill is over. Leaving the block ends the request (as failed if by an exception),
         unless `choice.done(...)` did. Raises NoWorkers.
         """

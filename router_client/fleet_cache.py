@@ -59,7 +59,7 @@ def presume_alive(records: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecor
 
 
 class LastKnownRecords:
-    """The last-read fleet records, as `presume_alive` has them. A pool that is no longer read keeps its records for
+    """The last-read fleet records, as `presume_alive` returns them. A pool that is no longer read keeps its records for
     EMPTY_GRACE_S from the first read without it: a store that came back without its data lacks them until the indexers have
     written again."""
 

@@ -43,7 +43,7 @@ class EngineSettings(ProcessSettings):
     answers_text: bool = Field(
         default=False,
         description="Answer with text that depends only on the text before it: another such engine, given the prompt and a "
-        "part of the answer, goes on with the same text.",
+        "part of the answer, continues with the same text.",
     )
 
     host: Name = Field(default="127.0.0.1", description="Address of its HTTP server.")

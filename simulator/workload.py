@@ -1,4 +1,4 @@
-"""Generated workloads: many sessions of several turns that share system prompts. Equal settings give equal workloads.
+"""Generated workloads: many sessions of several turns that share system prompts. The same settings give the same workload.
 
     workload = generate_workload(WorkloadSettings(seed=7, sessions=20))
     conversation = Conversation(workload.sessions[0])

@@ -45,7 +45,7 @@ async def measure() -> list[Phase]:
 
 
 def tabulate(found: Sequence[Phase]) -> Table:
-    """A row a phase."""
+    """One row per phase."""
     table = Table(
         "through", "requests", "hit rate", "TTFT mean / p99", "predicted exactly", title="the demo's workload"
     )

@@ -67,7 +67,7 @@ async def measure(store: Store) -> list[Result]:
             inside[with_digests].append((await store.client.info("commandstats"))["cmdstat_fcall"]["usec"])
         await INDEX_LIBRARY.load(store)
         blocks = BLOCKS_A_CALL * CALLS
-        name = f"{hashes_a_message} hashes a message"
+        name = f"{hashes_a_message} hashes per message"
         results += [
             Result(f"apply with digests and checks, {name}", blocks / median(seconds[True]), "blocks/s"),
             Result(f"apply without them, {name}", blocks / median(seconds[False]), "blocks/s"),
@@ -78,7 +78,7 @@ async def measure(store: Store) -> list[Result]:
 
 
 def _cost_percent(times: dict[bool, list[float]]) -> float:
-    """The median over pairs of neighbouring turns, because the machine's speed changes from turn to turn."""
+    """The median over pairs of adjacent turns, because the machine's speed changes from turn to turn."""
     return 100 * (median(full / bare for full, bare in zip(times[True], times[False], strict=True)) - 1)
 
 

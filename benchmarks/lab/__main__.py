@@ -55,7 +55,8 @@ def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
     """Write the chapter on late and lost events: when is kvatlas no better than policies without events? For the first
     workload."""
     workload = workloads[0]
-    pages = ["## Late and lost events", f"{workload.name}; {', '.join(UNRELIABLE[1:])} use no events."]
+    without = ", ".join(UNRELIABLE[1:])
+    pages = ["## Late and lost events", f"Workload: {workload.name}. Policies without events: {without}."]
     for flag, field, values in (
         ("--event-delay-ms", "event_delay_ms", DELAYS_MS),
         ("--event-loss", "event_loss", LOSSES),

@@ -133,7 +133,7 @@ def run_grid(
     jobs: int,
     kept: Path | None,
 ) -> Results:
-    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can go on."""
+    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can continue."""
     known: dict[Run, Figures] = {}
     if kept is not None and kept.exists():
         for line in kept.read_text().splitlines():
@@ -233,13 +233,13 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
         [
             "## Every policy on every workload",
             f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests, of which "
-            f"the first quarter only warms the caches (bursts: {2 * requests}); {seeds} seeds, each with requests "
-            "of its own, none of which was used to choose a factor of the cost. At load 1, 90 % of the requests are good under "
-            "`lmetric` (first token within 2 s, 100 ms for each later one). Each cell: kvatlas; then by how much it is better "
-            "or worse than the best rival in this figure. A win or a loss is beyond the 95 % interval of the difference, seed "
-            "by seed, and names the rival. Everything else, in parentheses, is a tie.",
+            f"the first quarter only warm the caches (bursts: {2 * requests}); {seeds} seeds, each with its own requests, "
+            "none of which was used to tune the cost. At load 1, 90 % of the requests are good under `lmetric` (first token "
+            "within 2 s, 100 ms for each later one). Each cell shows kvatlas' figure, then how much better or worse it is than "
+            "the best rival's. A win or a loss is a difference beyond its 95 % interval, compared seed by seed, and names the "
+            "rival; everything else is a tie, in parentheses.",
             "", "```", command, "```", "", table, "",
-            "**Against each rival**: wins/ties/losses over the rows above, and kvatlas' mean gain.",
+            "**Against each rival**: wins/ties/losses in the rows above, and kvatlas' mean gain.",
             "", _rivals_table(results, places), "",
         ]
     )  # fmt: skip
@@ -280,7 +280,7 @@ def terms_to_markdown(results: Results, command: str, seeds: int, requests: int)
     return "\n".join(
         [
             "## Cost terms",
-            f"kvatlas against itself without one of its parts, or with another one: wins/ties/losses of the default over "
+            f"kvatlas against itself without one of its parts, or with another one: wins/ties/losses of the default in "
             f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
             f"requests, {seeds} seeds.",
             "", "```", command, "```", "", _rivals_table(results, places), "",

@@ -1,7 +1,7 @@
 """`python -m benchmarks.lab.hot_documents`: mean time to first token with and without fetching, if documents become hot.
 
-Each request asks a question of 500 tokens about one of the documents, which have 32,256 tokens. Virtual time; two minutes on
-two cores.
+Each request asks a question of 500 tokens about one of the documents, which have 32,256 tokens. Virtual time; three minutes
+on two cores.
 """
 
 import os
@@ -23,18 +23,21 @@ EARLIER = 75
 
 
 class Case(NamedTuple):
-    """`documents` that become hot at once, after `earlier` requests about others."""
+    """`documents` that become hot at once, after `earlier` requests about others. With `turn_s`, they become hot one after
+    another, each for so many seconds."""
 
     name: str
     documents: int
     requests: int
     per_s: float
     earlier: int = EARLIER
+    turn_s: float | None = None
 
 
 CASES = (
     Case("4 documents become hot", 4, 600, 40.0),
     Case("12 documents become hot", 12, 1_200, 40.0),
+    Case("a document becomes hot every 10 s", 3, 1_200, 40.0, earlier=0, turn_s=10.0),
     Case("40 documents that just fit the caches", 40, 1_000, 30.0, earlier=0),
 )
 
@@ -45,7 +48,12 @@ def workload(case: Case, seed: int) -> Workload:
     for number in range(case.earlier + case.requests):
         is_early = number < case.earlier
         at_us += rng.expovariate(5.0 if is_early else case.per_s) * 1e6
-        document = case.documents + rng.randrange(8) if is_early else rng.randrange(case.documents)
+        if is_early:
+            document = case.documents + rng.randrange(8)
+        elif case.turn_s is not None:
+            document = int(at_us / 1e6 / case.turn_s)
+        else:
+            document = rng.randrange(case.documents)
         first = document * DOCUMENT_BLOCKS
         own = (1 + number) * 1_000_000
         contents = (*range(first, first + DOCUMENT_BLOCKS), own, own + 1)

@@ -18,7 +18,7 @@ from benchmarks.peer.engines import Engines, encode_cleared, encode_stored
 from benchmarks.peer.prompts import BLOCK_SIZE, VOCABULARY
 
 CHAIN = 64
-"""Blocks; a multiple of every number of hashes a message."""
+"""Blocks; a multiple of every number of hashes per message."""
 
 
 def chain_tokens(owner: int | str, number: int) -> list[int]:
@@ -34,7 +34,7 @@ def chain_owner(contents: str, engine: int) -> int | str:
 
 
 def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
-    """The token ids of the last chain that an engine's first so many messages complete."""
+    """The token ids of the last chain that this many of an engine's first messages complete."""
     return chain_tokens(owner, messages * hashes // CHAIN - 1)
 
 

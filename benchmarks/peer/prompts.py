@@ -15,7 +15,8 @@ VOCABULARY = 100_000
 
 
 class PromptSource:
-    """Prompts of a pool of `workers`, of which `holders` hold each prefix; the same for equal numbers, in every process."""
+    """Prompts of a pool of `workers`, of which `holders` hold each prefix; the same numbers give the same prompts in every
+    process."""
 
     def __init__(self, workers: int, holders: int, blocks: int = BLOCKS) -> None:
         self.workers = workers

@@ -63,7 +63,7 @@ async def chunk_us(client: EngineClient, target: Target, seconds: float) -> floa
 
 @asynccontextmanager
 async def open_streams(client: EngineClient, target: Target, count: int) -> AsyncIterator[None]:
-    """Streams that go on with an event a minute."""
+    """Streams that continue with one event per minute."""
     body = bodies.small(stream=True, seed=60_000).replace(b'"max_tokens": 16', b'"max_tokens": 1000')
     answers = []
     try:

@@ -4,14 +4,14 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.result import tabulate
-from benchmarks.route import latency, shapes, throughput
+from benchmarks.route import growth, latency, shapes, throughput
 from benchmarks.stores import valkey_store
 
 
 async def _main() -> None:
     async with valkey_store() as store:
         results = [*await latency.measure(store), *await throughput.measure(store)]
-        tables = [*await latency.measure_scaling(store), await shapes.measure(store)]
+        tables = [*await growth.measure(store), await shapes.measure(store)]
     Console(width=130).print(tabulate(results, "route"), *tables)
 
 

@@ -1,12 +1,9 @@
-"""The duration of a booked choice, and how it scales with workers and blocks."""
+"""The duration of a booked choice."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-
-from rich.table import Table
 
 from benchmarks.result import Result
 from benchmarks.route.workload import BLOCKS, SCOPE, WORKERS, RouteWorkload
@@ -16,8 +13,6 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store
 from router_client import Prompt, RouterClient, RouterSettings
 
-BY_WORKERS = (8, 16, 32, 64, 128, 256)
-BY_BLOCKS = (64, 512, 2_048, 8_192)
 CALLS = 300
 WARM_UP = 30
 
@@ -41,45 +36,6 @@ async def measure(store: Store) -> list[Result]:
             Result(f"route from token ids, {name}, {p}", quantile(from_tokens, q) * 1e3, "ms"),
         ]
     return results
-
-
-@dataclass(frozen=True, slots=True)
-class _Medians:
-    """Medians for one number of workers and one prompt length, ms."""
-
-    workers: int
-    blocks: int
-    overlap_ms: float
-    from_hashes_ms: float
-    from_tokens_ms: float
-
-    @classmethod
-    async def measure(cls, store: Store, workers: int, blocks: int) -> "_Medians":
-        workload = RouteWorkload(workers, blocks)
-        from_hashes = await _time_bookings(store, workload, workload.hashed_prompt)
-        from_tokens = await _time_bookings(store, workload, workload.token_prompt)
-        overlaps = await _time_overlaps(store, workload)
-        return cls(workers, blocks, *(quantile(times, 0.5) * 1e3 for times in (overlaps, from_hashes, from_tokens)))
-
-
-async def measure_scaling(store: Store) -> list[Table]:
-    """How the medians grow with the number of workers, and with the length of the prompt."""
-    by_workers = [await _Medians.measure(store, workers, BLOCKS) for workers in BY_WORKERS]
-    by_blocks = [await _Medians.measure(store, WORKERS, blocks) for blocks in BY_BLOCKS]
-    return [
-        _tabulate(
-            f"route by workers, {BLOCKS} blocks, p50 in ms", "workers", [(row.workers, row) for row in by_workers]
-        ),
-        _tabulate(f"route by blocks, {WORKERS} workers, p50 in ms", "blocks", [(row.blocks, row) for row in by_blocks]),
-    ]
-
-
-def _tabulate(title: str, what: str, rows: Sequence[tuple[int, _Medians]]) -> Table:
-    table = Table(what, "overlap alone", "route", "route from token ids", title=title)
-    for number, row in rows:
-        figures = (row.overlap_ms, row.from_hashes_ms, row.from_tokens_ms)
-        table.add_row(f"{number:,}", *(f"{figure:.2f}" for figure in figures))
-    return table
 
 
 async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Callable[[], Prompt]) -> list[float]:

@@ -25,7 +25,7 @@ PREFIXES = 8
 
 
 class RouteWorkload:
-    """Equal for equal numbers, in every process."""
+    """The same numbers give the same workload in every process."""
 
     def __init__(self, workers: int, blocks: int) -> None:
         self.workers = workers

@@ -85,7 +85,7 @@ async def report(workers: int = WORKERS) -> list[Table]:
         (sent,) = await fleet.results()
         shares, blocks = stretch.share(), int(sent) * MESSAGE_BLOCKS
         after = (await client.jetstream().stream_info(STREAM)).state
-        _add_shares(table, f"{EVENT_RATE:g} messages a second of {MESSAGE_BLOCKS} blocks besides", shares)
+        _add_shares(table, f"{EVENT_RATE:g} messages per second of {MESSAGE_BLOCKS} blocks besides", shares)
         for name in shares:
             cost_us = (shares[name] - idle[name]) * stretch.seconds / blocks * 1e6
             table.add_row(f"  a block: {name}", f"{cost_us:.1f} us")

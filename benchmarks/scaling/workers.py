@@ -1,6 +1,6 @@
 """The publishers of many workers in one process: `python -m benchmarks.scaling.workers NATS_URL WORKERS BLOCKS`.
 
-Each turn is a line: `events RATE SECONDS` (messages a second of all workers, each of MESSAGE_BLOCKS new blocks), `restart
+Each turn is a line: `events RATE SECONDS` (messages per second of all workers, each of MESSAGE_BLOCKS new blocks), `restart
 COUNT` (this many workers end at once, start again with empty caches, and fill them). Heartbeats continue in the
 meantime.
 """

@@ -59,7 +59,7 @@ async def measure() -> dict[int, list[list[float]]]:
 
 def tabulate(found: dict[int, list[list[float]]]) -> Table:
     table = Table(
-        "hashes a message",
+        "hashes per message",
         *PARTS,
         "together",
         title=f"microseconds a block: median of {ROUNDS} rounds (least to most), {BLOCKS:,} blocks each",

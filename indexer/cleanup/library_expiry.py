@@ -34,7 +34,7 @@ class LibraryExpiry:
         self._unmarked_since_s: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Check until cancelled. If the store fails, the next check comes as usual."""
+        """Check until cancelled. If the store fails, the next check is made as usual."""
         while True:
             await anyio.sleep(CHECK_EVERY_S)
             try:

@@ -33,7 +33,7 @@ class ScopeExpiry:
         self._unused_s = unused_s
 
     async def run(self) -> None:
-        """Check until cancelled. If the store fails, the next check comes as usual."""
+        """Check until cancelled. If the store fails, the next check is made as usual."""
         while True:
             await anyio.sleep(CHECK_EVERY_S)
             try:

@@ -20,7 +20,7 @@ PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
 """Entries per call: about a millisecond of the store."""
 PAUSE_S = 0.02
-"""With the budget: 25,000 entries a second, at most a twentieth of the store's time."""
+"""With the budget: 25,000 entries per second, at most a twentieth of the store's time."""
 CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.indexer")

@@ -41,7 +41,7 @@ class FleetGuard:
 
     @property
     def fleet_id(self) -> str | None:
-        """After `join`."""
+        """None before `join`."""
         return self._own.fleet if self._own is not None else None
 
     async def join(self) -> FleetIdentity:

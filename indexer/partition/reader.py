@@ -108,7 +108,7 @@ class PartitionReader:
             self._consumer.queue.fail(why)
 
     async def run(self) -> None:
-        """Read until cancelled. After an error of NATS or of the store another consumer is tried, with back-off."""
+        """Read until cancelled. After an error from NATS or the store, another consumer is tried, with back-off."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         why = ""
         while True:

@@ -114,7 +114,7 @@ INGEST = Dashboard(
             "Calls to the store",
             quantiles("db_client_operation_duration_seconds", by="db_stored_procedure_name"),
             "s",
-            about="By function, of indexers and routers, as they wait for them",
+            about="By function, as timed by the indexers and routers that wait for them",
         ),
         Panel("Messages", [Query(rate("kvatlas_indexer_messages_total", "outcome"), "{{outcome}}")]),
         Panel(
@@ -161,7 +161,7 @@ ROUTING = Dashboard(
         Panel(
             "Prediction error, tokens",
             [Query(rate("kvatlas_router_prediction_error_sum", "direction"), "{{direction}}")],
-            about="Tokens a second that engines found more, and fewer, than predicted",
+            about="Tokens per second by which engines found more, or fewer, than predicted",
         ),
         Panel("Token ids", [Query(rate("kvatlas_tokens_requests_total", "outcome"), "{{outcome}}")]),
         Panel("Workers ejected", [Query("max(kvatlas_ejection_workers)")], kind="stat"),
@@ -186,7 +186,7 @@ WORKER = Dashboard(
         Panel(
             "Blocks held back",
             [
-                Query(f"sum(kvatlas_ledger_orphans{{{_WORKER}}})", "behind a hole"),
+                Query(f"sum(kvatlas_ledger_orphans{{{_WORKER}}})", "after a hole"),
                 Query(f"sum(kvatlas_ledger_awaiting{{{_WORKER}}})", "events without their parent"),
             ],
         ),
@@ -194,8 +194,10 @@ WORKER = Dashboard(
         Panel("Engine's events", [Query(rate("kvatlas_publisher_engine_events_total", "", _WORKER))]),
         Panel("Incidents", [Query(rate("kvatlas_publisher_feed_total", "incident", _WORKER), "{{incident}}")]),
         Panel("Outbox", [Query(f"sum by (state) (kvatlas_publisher_outbox_messages{{{_WORKER}}})", "{{state}}")]),
-        Panel("Learned: a prompt token", [Query(f"avg(kvatlas_router_rates_prefill_seconds{{{_WORKER}}})")], "s"),
-        Panel("Learned: a decode step", [Query(f"avg(kvatlas_router_rates_step_seconds{{{_WORKER}}})")], "s"),
+        Panel(
+            "Learned: time per prompt token", [Query(f"avg(kvatlas_router_rates_prefill_seconds{{{_WORKER}}})")], "s"
+        ),
+        Panel("Learned: time per decode step", [Query(f"avg(kvatlas_router_rates_step_seconds{{{_WORKER}}})")], "s"),
     ],
     ("worker", "kvatlas_publisher_engine_state"),
 )

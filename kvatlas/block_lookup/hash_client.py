@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
 ANSWER_S = 0.25
-"""A request waits for the answer, and what it would fetch is computed without one."""
+"""A request waits this long for the answer; without one, it computes what it would fetch."""
 AGAIN_S = 10.0
 
 _log = logging.getLogger(__name__)

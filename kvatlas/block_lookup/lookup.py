@@ -88,7 +88,7 @@ class BlockLookup:
     async def _blocks(self, scope: Scope, engine_hash: str) -> list[NamedBlock]:
         """The blocks in this scope that an engine's hash stands for, according to its publishers."""
         if self._client is None:
-            raise NotSupported("an engine's own hash is known to publishers alone, and there is no connection to NATS")
+            raise NotSupported("only publishers know an engine's own hashes, and there is no connection to NATS")
         records = await self._fleet.all()
         workers = [id for id, one in records.items() if one.endpoint.pool_id == scope.pool_id]
         replies = await ask_publishers(

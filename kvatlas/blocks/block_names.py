@@ -41,7 +41,7 @@ def said_sequence_hash(block: int | BlockKey) -> int:
     if value is None:
         assert isinstance(block, BlockKey)
         raise InvalidValue(
-            f"block {block.block_hash!r:.80} behind {block.prefix_hash!r:.80}: only publishers know which it is"
+            f"block {block.block_hash!r:.80} after {block.prefix_hash!r:.80}: only publishers know which it is"
         )
     return value
 

@@ -80,7 +80,7 @@ def extend_chain(
 ) -> bytes:
     """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block before them.
 
-    `extra_keys` has one entry a block (a shorter sequence leaves the later blocks plain). A partial last block has no
+    `extra_keys` has one entry per block (a shorter sequence leaves the later blocks plain). A partial last block has no
     hash. Raises InvalidValue for a block size below 1 or a token id beyond 32 bits.
     """
     if block_size < 1:

@@ -166,7 +166,7 @@ def _lost_holders(before: bytes, after: bytes) -> set[int]:
 
 
 def _single_lost_entry(before: bytes, after: bytes) -> int | None:
-    """The one entry that `after` lacks, if the values are otherwise equal (usual for neighbouring runs); otherwise None."""
+    """The one entry that `after` lacks, if the values are otherwise equal (usual for adjacent runs); otherwise None."""
     size = HOLDER_ENTRY_BYTES
     if len(before) != len(after) + size:
         return None
@@ -178,7 +178,7 @@ def _single_lost_entry(before: bytes, after: bytes) -> int | None:
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
     """The differences of two holders values, as (entry before or None, entry after or None); never both None.
 
-    Bisects for the next difference, because neighbouring runs mostly differ in one of hundreds of entries.
+    Bisects for the next difference, because adjacent runs mostly differ in one of hundreds of entries.
     """
     if (lost := _single_lost_entry(before, after)) is not None:
         yield lost, None

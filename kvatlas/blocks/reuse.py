@@ -6,8 +6,8 @@ Every engine recomputes at least the prompt's last token, because it needs the l
   (0.33's default without a KV connector) one block is dropped, because the draft model needs its hidden states. Models with
   one KV cache group drop it after the cut (`UnitaryKVCacheCoordinator`), models with several before it
   (`HybridKVCacheCoordinator`). With several block sizes the rest is cut to the scheduler's block size.
-- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages. With EAGLE the tree's keys are pairs
-  of neighbouring tokens (a hash also covers the token after its block), of which there is one fewer.
+- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages. With EAGLE the tree's keys are pairs of
+  adjacent tokens (a hash also covers the token after its block), of which there is one fewer.
 - TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
 - LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
 - mock: like vLLM.

@@ -1,4 +1,4 @@
-"""Admits messages of the stream that may be applied: well-formed ones that arrive on their own worker's subject."""
+"""Admits messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they name."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

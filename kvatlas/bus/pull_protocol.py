@@ -7,7 +7,7 @@ from nats.aio.msg import Msg
 
 ACK_TOKENS = 9
 """`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`. With a domain and an account hash
-there are two more before the stream, and a random one may follow at the end."""
+there are two more tokens before the stream, and a random one may follow at the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def notices_to_store(store_id: str) -> str:
 
 
 def notices_of_writer(worker_id: str) -> str:
-    """Notices of one writer about any store, as a permission."""
+    """Notices of one writer about any store; a pattern for permissions."""
     return f"kvatlas.store.*.{check_worker_id(worker_id)}"
 
 

@@ -19,7 +19,7 @@ from kvatlas.dataclass import dataclass
 
 UNITS: Final = EngineRates()
 OVERHEAD_US: Final = 5_000.0
-"""Unit of the time that passes before any first token: the network, scheduling, the step that is running. It is learned so
+"""Unit of the overhead before any first token: the network, scheduling, the step that is running. The overhead is learned so
 that it does not count as prefill; no price uses it."""
 
 MAX_QUEUED_SHARE: Final = 0.5

@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Microseconds that load and cached tokens add to a plan's cost or save; they apply without the plan.
+    """Microseconds that load and cached tokens add to a plan's cost or save, computed without pricing the plan again.
 
     Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of its KV. n
     cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
@@ -201,9 +201,9 @@ class Cost(NamedTuple):
 class CostProfile(Protocol):
     """A way to price a plan.
 
-    Promises: pure (equal plans, equal costs); the terms are not negative and sum to the score; the same terms in the
-    same order for every plan, so that costs can be compared term by term; fewer new tokens with all else equal never
-    cost more.
+    Promises: pure (the same plan always costs the same); the terms are not negative and sum to the score; the same terms in
+    the same order for every plan, so that costs can be compared term by term; fewer new tokens with all else equal never cost
+    more.
     """
 
     @property

@@ -112,4 +112,4 @@ class QuillcacheProfile:
         return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, token_us, hit_us=hit_us)
 
     def alike(self, worker_id: str) -> None:
-        """None for every worker: all have equal prices."""
+        """None for every worker, because all have the same prices."""

@@ -11,8 +11,8 @@ from kvatlas.runtime.certificate_files import RenewedContext
 
 MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
-"""Paths that are served to everyone, also in the reserve: the machine's own probes ask them. They learn whether the server is
-ready, and a router's number of workers."""
+"""Paths that are served to everyone, even on the connections reserved for probes. They say whether the server is ready, and how
+many workers a router has."""
 _KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
 """Headers in which clients send a key; Anthropic's and Azure's use the last two."""
 _OWN_SITES = (b"same-origin", b"none")
@@ -58,7 +58,7 @@ class HttpAccess:
         return RenewedContext("HTTP server", self._build, files)
 
     def why_foreign(self, method: str, headers: Mapping[bytes, bytes], *, near: bool) -> str:
-        """Why a request may come from a page in a browser that must not use the server, in one line; empty if not. `near`: the
+        """Why a request may come from a web page that must not use the server, in one line; empty if it can't. `near`: the
         server is on loopback.
 
         Without tokens, who reaches a server is trusted, but a page in a browser on that machine reaches it too. What a page may
@@ -98,7 +98,7 @@ class HttpAccess:
 
 
 def _is_our_own(host: str) -> bool:
-    """True for an address, or a name that no one else's DNS answers for."""
+    """True for an address, or for a name that public DNS can't resolve."""
     name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
     return parse_ip(name) is not None or "." not in name or name.endswith(".localhost")
 

@@ -1,7 +1,7 @@
 """A port in front of a server that does not limit its connections, such as gRPC's.
 
-Connections that have a place are passed on, as they are, to an abstract Unix socket on which the server listens. The name of
-their end there leads to the client's address.
+Connections that have a place are passed on unchanged to an abstract Unix socket on which the server listens. The name of a
+connection's end there maps to its client's address.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ _log = logging.getLogger("kvatlas.http")
 
 
 class BoundedPort:
-    """`server_address`: where the server has to listen, as gRPC writes it."""
+    """`server_address`: the address on which the server must listen, in gRPC's notation."""
 
     def __init__(self, listener: Listener) -> None:
-        """`listener`: the port, with the limits and the shares of its connections."""
+        """`listener`: the port, and the limits and shares of its connections."""
         self._listener = listener
         self._name = f"kvatlas-{token_hex(16)}"
         self.server_address = _ABSTRACT + self._name
@@ -39,7 +39,7 @@ class BoundedPort:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Accept connections. The server listens already."""
+        """Accept connections. The server must already be listening."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(partial(_Client, self), sock=self._listener.socket)
 
@@ -54,11 +54,11 @@ class BoundedPort:
         self._listener.close()
 
     def address_of(self, peer: str) -> str:
-        """The address of a client, by the server's name for it; empty if it did not come through this port."""
+        """The address of the client that the server knows by this name; empty if it did not come through this port."""
         return self._addresses.get(peer.removeprefix(_ABSTRACT), "")
 
     def take(self, client: "_Client", address: str) -> str | None:
-        """Give a new connection a place, and its end at the server a name. Returns None if it has none."""
+        """Reserve a place for a new connection. Returns the name of its end at the server; None if there is no place."""
         shares = self._listener.shares
         if shares.open(client, address) is not Place.FULL:
             shares.close(client)
@@ -78,7 +78,7 @@ class BoundedPort:
         del self._addresses[name]
 
     def connect(self, client: "_Client", name: str) -> None:
-        """Connect a client to the server, soon."""
+        """Start to connect a client to the server."""
         self._run(self._connect(client, name))
 
     async def _connect(self, client: "_Client", name: str) -> None:
@@ -93,7 +93,7 @@ class BoundedPort:
             except BaseException:
                 end.close()
                 raise
-        except OSError as error:  # no descriptor is left, or the server stops
+        except OSError as error:  # no descriptor is left, or the server is stopping
             self._refusals.report("server", f"connection of {self._addresses.get(name)} closed: {error}")
             client.abort()
             return
@@ -106,7 +106,7 @@ class BoundedPort:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. Whatever arrives goes to the `other` one, as fast as that takes it."""
+    """One end of a connection. Whatever arrives is passed to the `other` end, as fast as that accepts it."""
 
     def __init__(self, other: asyncio.Transport | None = None) -> None:
         self._other = other
@@ -149,7 +149,7 @@ class _Client(_End):
             self._port.connect(self, self._name)
 
     def join(self, server: asyncio.Transport) -> None:
-        """Pass on what arrives to the server's end from now on."""
+        """From now on, pass what arrives to the server's end."""
         if self.transport.is_closing():
             server.abort()
         else:
@@ -160,7 +160,7 @@ class _Client(_End):
         self.transport.abort()
 
     def close_idle(self) -> None:
-        """It is never idle: only the server knows."""
+        """Never called: only the server knows whether a connection is idle."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -4,7 +4,7 @@ A refusal is an answer in JSON. Its connection stays open until the client has h
 closed socket would reset the connection and discard the answer.
 
 Requests of one connection are read one after another. Data that follows a request waits until that one is answered, so an
-error in it concerns no other request.
+error in it affects no other request.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ LEAST_BYTES_PER_S = 2_048
 STOP_S = 5.0
 """Time that an unfinished body may take when the server stops."""
 PROBE_S = 2.0
-"""Time that a connection in the reserve may take for its headers."""
+"""Time that a connection reserved for probes may take to send its headers."""
 LINGER_S = 2.0
 """Time that a refused client has to read why."""
 
 _errors = logging.getLogger("uvicorn.error.requests")
-_errors.setLevel(logging.ERROR)  # what uvicorn warns of, once for each request, is reported at a limited rate
+_errors.setLevel(logging.ERROR)  # its warnings, one per request, are replaced by rate-limited reports
 _LINE_END = re.compile(rb"\r?\n")
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `shares`: the connections of its server. `arriving`: the one there whose place it takes."""
+    """One connection. `shares`: the connections of its server. `arriving`: what held its place during the TLS handshake."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_s = access.header_s
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_answer: asyncio.TimerHandle | None = None
-        """Ends a connection whose client does not read."""
+        """Ends the connection if the client does not read its answer."""
         self._body_since: float | None = None
         self._body_bytes = 0
         self._body_left = 0
-        """Bytes that are still to come of a body of known length."""
+        """Bytes of a body of known length that have not arrived yet."""
         self._chunks: ChunkedBody | None = None
-        """A body of chunks whose last one has not begun."""
+        """A chunked body, until its last chunk begins."""
         self._unread = bytearray()
-        """Data that is not parsed yet."""
+        """Data that has not been parsed yet."""
         self._hidden_framing = b""
-        """The header with the length of a body that the parser does not expect."""
+        """The header that gives the length of a body that the parser does not expect."""
         self._head_parser = self.parser
         self._stops_at: float | None = None
         self._has_place = True
@@ -90,7 +90,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_begun = False
         self._body_parts: list[bytes] = []
         self._bare_bytes = 0
-        """Bytes since the last headers or part of a body: of a head, of trailers, of chunks' extensions."""
+        """Bytes of headers, trailers and chunk extensions since the last complete headers or part of a body."""
 
     # ------------------------------------------------------------ events of the connection
 
@@ -154,9 +154,9 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._in_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_end(self, start: int) -> int:
-        """The end of a piece of the unread data that extends at most to the end of a request: of its body, or of an empty line,
-        which may have begun in data that arrived earlier. Each piece is a call of the parser, so what a client may send does
-        not make many small ones."""
+        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the
+        end of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so
+        no data that a client may send is cut into many small ones."""
         if self._body_left:
             return min(start + self._body_left, len(self._unread))
         if self._chunks is not None:
@@ -206,7 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_parts.append(body)
 
     def _take_body(self) -> None:
-        """Pass on what the parser found of a body, at once: its chunks may be many and small."""
+        """Pass on all parts of a body that the parser found, in one call: its chunks may be many and small."""
         if not self._body_parts or self._refused:
             return
         body = b"".join(self._body_parts)
@@ -221,18 +221,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._hidden_framing:
             return
         super().on_message_complete()
-        self.flow.resume_reading()  # a long body pauses it; only while it is on is the client's departure noticed
+        self.flow.resume_reading()  # a long body paused it; a client's departure is noticed only while reading
         self._in_head, self._has_begun, self.url = True, False, b""
-        self.cycle.more_body = False  # also of a request that was answered before its end
+        self.cycle.more_body = False  # even if the request was answered before its end
         if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Go on after the headers of a request that asks for another protocol. `HttpBorder` refuses WebSockets, and any other
-        upgrade may be ignored (RFC 9110, 7.8). The parser takes the request's body for data of that protocol, so another
-        parser reads it."""
+        """Continue after the headers of a request that asks for another protocol. `HttpBorder` refuses WebSockets, and any
+        other upgrade may be ignored (RFC 9110, 7.8). The parser takes the request's body for data of that protocol, so
+        another parser reads it."""
         if self._hidden_framing:
             head, self._hidden_framing = b"POST / HTTP/1.1\r\n%b\r\n\r\n" % self._hidden_framing, b""
             events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
@@ -327,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(503, "the server stops, and the body is not complete; send the request again")
         else:
             self._counters.slow += 1
-            rate = f"{LEAST_BYTES_PER_S} bytes a second after {BODY_GRACE_S:g} s"
+            rate = f"at {LEAST_BYTES_PER_S} bytes per second or more after {BODY_GRACE_S:g} s"
             self._refuse(408, f"the body is not complete; it must arrive within {self._access.body_s:g} s, and {rate}")
 
     def _stop_unread(self) -> None:
@@ -404,14 +404,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _target_in(data: bytes) -> bytes:
-    """The target of a request that is not parsed; empty if it is cut."""
+    """The target of an unparsed request; empty if it is incomplete."""
     words = data.split(b" ", 2)
     return words[1] if len(words) == 3 else b""
 
 
 class _Departure:
-    """Lets one request's application know that the client has left, or is refused; see `ON_LEAVE`. It does not refer to the
-    connection, which refers to it."""
+    """Lets one request's application know that the client has left or was refused; see `ON_LEAVE`. It has no reference to the
+    connection, which would be a cycle."""
 
     __slots__ = ("_call", "_has_left")
 

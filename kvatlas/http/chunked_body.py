@@ -1,4 +1,4 @@
-"""Where the chunks of a body end."""
+"""Finds where the chunks of a body end."""
 
 import re
 
@@ -9,20 +9,20 @@ _NO_DIGIT = re.compile(rb"[^0-9A-Fa-f]")
 
 
 class ChunkedBody:
-    """Follows a body's chunks (RFC 9112, 7.1), which may be cut anywhere, without looking into them. It checks nothing: the
-    parser of HTTP reads the same data."""
+    """Follows a body's chunks (RFC 9112, 7.1) without reading their content; data may be cut anywhere. Nothing is checked,
+    because the HTTP parser reads the same data."""
 
     __slots__ = ("_cut_line", "_left")
 
     def __init__(self) -> None:
         self._left = 0
-        """Bytes that are still to come of a chunk and of the line end after it."""
+        """Bytes of a chunk, and of the line end after it, that have not arrived yet."""
         self._cut_line = bytearray()
-        """A line with a size, as far as it arrived."""
+        """The part of a chunk's size line that has arrived."""
 
     def find_trailers(self, data: bytearray, start: int) -> int | None:
-        """Follow data that has not been followed yet, from `start` on. Returns where the last chunk's line ends, after which
-        come the trailers; None if it has not ended."""
+        """Follow new data, from `start` on. Returns where the line of the last chunk ends, which the trailers follow; None if
+        that has not arrived."""
         at = start + self._left
         self._left = 0
         while at < len(data):

@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar
 from kvatlas.addresses import parse_ip
 
 RESERVE = 64
-"""Connections above the limit that may request only the probes' paths; and as many more that are refused with an answer."""
+"""Connections above the limit that may request only the probes' paths. As many more are refused with an answer."""
 RESERVE_SHARE = 8
-"""Number of these that one address may have."""
+"""Limit of these connections per address."""
 NEARLY_FULL = 0.95
 """Nearly full: at least this share of the connections is in use."""
 
@@ -45,7 +45,7 @@ class ConnectionShares(Generic[C]):
         self._count: dict[tuple[Place, str], int] = {}
         self._idle: dict[C, None] = {}
         self._idle_of: dict[str, dict[C, None]] = {}
-        """The idle ones of each address, as all of them the longest idle first."""
+        """The idle connections of each address; here, as in `_idle`, the longest idle comes first."""
 
     def open(self, connection: C, address: str | None) -> Place:
         """Add a connection. `address`: the client's, without its port; None if it has none, as on a Unix socket."""
@@ -60,19 +60,19 @@ class ConnectionShares(Generic[C]):
         if len(self._probes) < RESERVE and self._of(Place.PROBES, key) < RESERVE_SHARE:
             self._add(self._probes, Place.PROBES, connection, key)
             return Place.PROBES
-        if len(self._refused) < RESERVE:  # a client takes its time to read a refusal, and others come
+        if len(self._refused) < RESERVE:  # a client may take its time to read a refusal while others arrive
             self._refused.add(connection)
             return Place.NONE
         return Place.DROPPED
 
     def describe_refusal(self, address: str) -> str:
-        """Why a connection got no full place, in one line."""
+        """The reason why a connection got no place, in one line."""
         most = f"{self.most} in all (--http-connections), {self.share} of one address"
         return f"connection of {address} refused: the most that are allowed are {most}"
 
     @property
     def is_nearly_full(self) -> bool:
-        """True if there is hardly room for another request. Idle connections make room."""
+        """True if there is hardly room for another connection. Idle ones don't count, because they make room."""
         return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class HttpCounters:
     """Refusals: `framing` (not HTTP/1.1, or not one Host), `headers` (too many bytes), `too_long` (the body), `too_late` (the
-    headers), `slow` (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket), `unread` (the
-    client does not read the answer)."""
+    headers), `slow` (the body), `too_many` (connections), `denied` (no valid token), `upgrade` (to a WebSocket),
+    `unread` (the client does not read the answer)."""
 
     framing: int = 0
     headers: int = 0

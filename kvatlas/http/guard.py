@@ -1,7 +1,7 @@
 """What stands between a connection and an application; `bounded_protocol` reads the requests.
 
 `HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets and, except for probes,
-requests without a token, or if the server has no tokens, those of a browser's pages.
+requests without a token or, if the server has no tokens, those of web pages.
 """
 
 import hmac
@@ -22,10 +22,10 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 CERTIFICATE = "kvatlas.certificate"
 """Key in a request's scope: the names in its client's certificate, a frozenset."""
 PROVEN = "kvatlas.proven"
-"""Key in a request's scope: the token of the server's that it has, in bytes."""
+"""Key in a request's scope: the server's token that it carries, in bytes."""
 ON_LEAVE = "kvatlas.on_leave"
-"""Key in a request's scope: takes a function, which is called if the client leaves before the answer's end. It costs less than
-a task that waits for the disconnect."""
+"""Key in a request's scope: a callable that takes a function to call if the client leaves before the answer's end. Cheaper
+than a task that waits for the disconnect."""
 TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
 """Error codes as in OpenAI's API."""
@@ -61,7 +61,7 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
 
 
 class HttpBorder:
-    """An ASGI application in front of another one; passes on only allowed requests."""
+    """An ASGI application in front of another one; passes on only requests that are allowed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class HttpBorder:
             self._counters.framing += 1
             line = f"the request has {hosts} Host headers; expected one"
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
-        elif head_bytes > MOST_HEADER_BYTES:  # it came at once, so the protocol did not look
+        elif head_bytes > MOST_HEADER_BYTES:  # it arrived in one piece, so the protocol did not check its length
             self._counters.headers += 1
             line = f"the headers are longer than {MOST_HEADER_BYTES} bytes, which is the limit"
             await self._refuse(scope, send, 431, line, (b"connection", b"close"))
@@ -152,8 +152,8 @@ class WithCertificate:
 
 
 class WithoutChunks:
-    """The application on a request of HTTP/1.0, whose client knows no chunks: an answer of unknown length ends with its
-    connection."""
+    """The application for a request of HTTP/1.0, whose client does not know chunks: an answer of unknown length ends when its
+    connection does."""
 
     def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
         self._application: ASGIApp = application
@@ -175,7 +175,7 @@ class WithoutChunks:
 
 
 class ProbesOnly:
-    """The application on a connection of the reserve: it serves one request, from a probe."""
+    """The application on a connection reserved for probes: it serves one request."""
 
     def __init__(self, application: Any) -> None:
         self._application: ASGIApp = application

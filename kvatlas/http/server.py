@@ -122,17 +122,17 @@ async def serve(
 
 
 class _Arriving:
-    """A connection whose client has not agreed on TLS yet. It has a place like any other."""
+    """A connection whose TLS handshake is not complete. It has a place like any other."""
 
     def close_idle(self) -> None:
-        """It is never idle."""
+        """Never called: it is never idle."""
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to the process, and reports when it accepts connections.
 
-    With TLS it accepts them itself: uvicorn would know of a connection only once its client has agreed on TLS, which may take a
-    minute, and any number of clients may let it.
+    With TLS it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
+    and any number of clients could delay theirs.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):
         self._refusals = refusals
         self._task_status = task_status
         self._tasks: set[asyncio.Task[None]] = set()
-        """Accept connections, and agree on TLS with each."""
+        """Tasks that accept connections, and one for each TLS handshake."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class _Server(uvicorn.Server):
         while True:
             try:
                 connection, address = await loop.sock_accept(self._listener.socket)
-            except OSError:  # no descriptor is left, or the client is gone already
+            except OSError:  # no descriptor is left, or the client has already gone
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             arriving = _Arriving()
@@ -186,7 +186,7 @@ class _Server(uvicorn.Server):
             if place in (Place.FULL, Place.PROBES):
                 seconds = access.header_s if place is Place.FULL else min(PROBE_S, access.header_s)
                 self._run(self._agree(connection, tls, arriving, seconds))
-            else:  # nothing can be said to its client yet
+            else:  # before the handshake, its client can't be answered
                 self._counters.too_many += 1
                 self._refusals.report("connections", shares.describe_refusal(address[0]))
                 shares.close(arriving)

@@ -76,7 +76,7 @@ def deepest_positions(
 def walk_positions(
     get_mark: Get, hashes: bytes, holders: Mapping[bytes, MarkedHolder], limit: int, first_index: int = 0
 ) -> dict[bytes, int]:
-    """The same as `deepest_positions`, by looking at every block."""
+    """The same as `deepest_positions`, by checking every block."""
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
         for index in range(min(depth, limit + dropped - first_index) - 1, -1, -1):

@@ -13,7 +13,7 @@ from struct import Struct
 from kvatlas.blocks.hashing import HASH_BYTES
 
 STEP_BYTES = 64 * HASH_BYTES
-"""A start is identified by the last hash of each stretch of this size."""
+"""The start of a chain is identified by the last hash of each stretch of this size."""
 MOST_STARTS = 8_192
 MOST_RUNS = 128
 """Lookups with more runs are not remembered."""

@@ -14,13 +14,14 @@ from kvatlas.errors import KvatlasError
 from kvatlas.identity import Scope
 
 MOST_LOOKED_UP = 8_192
-"""Hashes of all chains in one ask. More would make the call's argument too long."""
+"""Limit of the hashes of all chains in one ask. More would make the call's argument too long."""
 MOST_LOOKED_UP_CHAINS = 4
-"""Chains of one ask: the store serves no one else while it looks. Pools with more shapes of blocks are looked up separately."""
+"""Limit of the chains of one ask: the store serves no one else while it looks them up. Pools with more shapes of blocks are
+looked up separately."""
 MOST_NAMED = 64
 """Workers that a lookup may name."""
 MOST_ODD_BYTES = 32_768
-"""Bytes of the odd workers in one ask, for the same reason."""
+"""Limit of the bytes of odd workers in one ask. More would make the call's argument too long."""
 
 
 class LookupImpossible(KvatlasError):

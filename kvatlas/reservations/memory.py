@@ -206,7 +206,7 @@ class MemoryReservations:
     # ------------------------------------------------------------ pieces
 
     async def _look_up(self, ask: Ask) -> HeldBlocks:
-        """What each worker holds of the chains of an ask's lookup: runs of blocks in equal tiers."""
+        """What each worker holds of the chains of an ask's lookup: runs of blocks in the same tiers."""
         if ask.lookup is None:
             return NOTHING_LOOKED_UP
         assert self._index is not None

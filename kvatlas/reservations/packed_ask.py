@@ -1,6 +1,7 @@
 """An ask, and a request that may wait, in the form that a pool's functions in the store read."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,10 @@ def _pack_fields(*values: Any) -> bytes:
 def _head(fields: int) -> bytes:
     """The head of a list of up to 15 fields (msgpack's fixarray)."""
     return bytes([0x90 | fields])
+
+
+_ASK_HEAD, _LOOKUP_HEAD = _head(13), _head(11)
+_NO_FETCHES = _pack_fields([], [])
 
 
 def pack_ask(ask: Ask, lookup: bytes) -> bytes:
@@ -66,7 +71,8 @@ def pack_ask(ask: Ask, lookup: bytes) -> bytes:
         ask.least_members,
         ask.ring,
     )
-    return b"".join((_head(13), before, lookup, _pack_fields(*_fetch_fields(ask))))
+    fetches = _NO_FETCHES if ask.lookup is not None else _pack_fields(*_fetch_fields(ask))
+    return b"".join((_ASK_HEAD, before, lookup, fetches))
 
 
 def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
@@ -76,19 +82,21 @@ def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
     reuse: list[float] = []
     for one, (most, lost, loses_first, share, unit) in zip(lookup.chains, lookup.reuse, strict=True):
         reuse += (numbers.get(id(one), 0), most, lost, int(loses_first), share, unit)
-    scope_id = lookup.scope.scope_id
-    before = _pack_fields(
-        *(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id),
-        [(one.tokens, one.hashes) for one in chains],
-        reuse,
-    )
-    after = _pack_fields(lookup.home or "", lookup.home_us)
-    return b"".join((_head(11), before, odd, after, pack_rows(lookup.named)))
+    place = _index_fields(keys, lookup.scope.scope_id)
+    before = _pack_fields([(one.tokens, one.hashes) for one in chains], reuse)
+    after = _pack_fields(lookup.home or "", lookup.home_us, flat_rows(lookup.named))
+    return b"".join((_LOOKUP_HEAD, place, before, odd, after))
 
 
-def pack_rows(row_of: Mapping[str, int]) -> bytes:
+@lru_cache(maxsize=4_096)
+def _index_fields(keys: ShardKeys, scope_id: bytes) -> bytes:
+    """The keys that a lookup in a scope reads, and the scope's id."""
+    return _pack_fields(keys.blocks(scope_id), keys.active, keys.workers, keys.held, scope_id)
+
+
+def flat_rows(row_of: Mapping[str, int]) -> list[str | int]:
     """Workers of a lookup, each with the number of its row."""
-    return pack([part for worker_id, row in row_of.items() for part in (worker_id, row + 1)])
+    return [part for worker_id, row in row_of.items() for part in (worker_id, row + 1)]
 
 
 def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
@@ -124,22 +132,8 @@ def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 def _kind_fields(kind: OfferKind) -> tuple[float, ...]:
-    prices = kind.prices
-    return (
-        0 if kind.chain is None else kind.chain + 1,
-        kind.limit_tokens,
-        kind.lost_tokens,
-        prices.queued_us,
-        prices.running_us,
-        prices.kv_us,
-        prices.waiting_tokens,
-        prices.token_us,
-        prices.token_squared_us,
-        prices.hit_us,
-        kind.believed_us,
-        kind.capacity_steps,
-        kind.interference,
-    )
+    chain, limit_tokens, lost_tokens, prices, *others = kind
+    return (0 if chain is None else chain + 1, limit_tokens, lost_tokens, *prices, *others)
 
 
 def _limit_fields(limits: Limits, look_alikes: Sequence[LookAlikes]) -> tuple[Any, ...]:

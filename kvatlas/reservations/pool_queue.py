@@ -38,7 +38,7 @@ from kvatlas.reservations.waiting_request import (
 
 LEASE_US = 1_000_000
 PROGRAM_US = 300_000_000
-"""A program runs as long as its last request was booked at most this long ago."""
+"""A program counts as running until this long after its last request was booked."""
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
@@ -274,7 +274,8 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """Within the limits, or within its tenant's share of them: a tenant that fills the queue keeps no other tenant out."""
+        """True within the limits, or within the tenant's share of them: a tenant that fills the queue keeps no other one
+        out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)
         if waiting < limits.requests and (not waiting or state.tokens + tokens <= limits.tokens):

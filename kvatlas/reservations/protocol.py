@@ -62,11 +62,11 @@ class StepChain:
 class OfferKind(NamedTuple):
     """Everything about a request that is the same on all look-alikes.
 
-    `chain`: index of the ask's chain that matches their block size; None: no match, and nothing is predicted. Of a
-    predicted prefix of n tokens, min(n, `limit_tokens`) - `lost_tokens` can be used. A prediction is believed for
-    `believed_us` after its expected time; on workers whose events confirm nothing, up to `capacity_steps` steps are believed
-    (0: events confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the worker's
-    open requests.
+    `chain`: index of the ask's chain that matches their block size; None: no match, and nothing is predicted. A predicted
+    prefix of n tokens has min(n, `limit_tokens`) - `lost_tokens` usable ones. A prediction is believed for `believed_us`
+    after its expected time; on workers whose events confirm nothing, up to `capacity_steps` steps are believed (0: events
+    confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the worker's open
+    requests.
     """
 
     chain: int | None

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from kvatlas.reservations.waiting_request import ALL_WORKERS
 
 MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 32, 512, 64
-"""Requests of all lanes that may be tried at once, lanes, lines after which new tenants share one, and lines that are counted
-for a place."""
+"""Limits: requests of all lanes that may be tried at once; lanes; lines, after which new tenants share one; lines that are
+counted for a place."""
 STRAYS = "f" * 16
-"""The lane of requests for sets of workers above MOST_LANES."""
+"""The lane of requests for sets of workers that have no lane of their own, above MOST_LANES."""
 SHARED = "0" * 16
 """The tenant of lines above MOST_LINES."""
 
@@ -30,7 +30,7 @@ Line = tuple[str, int, str]
 Account = tuple[int, str]
 """Rank, tenant: what a line's service is charged to."""
 Place = tuple[int, int, int, bytes]
-"""Not the first of its program, deadline, arrival, id: a request's order within its line."""
+"""A request's order within its line: 0 for the first of its program (otherwise 1), deadline, arrival, id."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from kvatlas.errors import DATA_ERRORS
 from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.reservations.lookup import IndexUnreadable, LookupImpossible
 from kvatlas.reservations.memory import CALLED_OFF_US
-from kvatlas.reservations.packed_ask import pack, pack_ask, pack_lookup, pack_rows, waiting_row
+from kvatlas.reservations.packed_ask import flat_rows, pack, pack_ask, pack_lookup, waiting_row
 from kvatlas.reservations.packed_evaluation import unpack_evaluation
 from kvatlas.reservations.protocol import ARRIVAL_US, Ask, Booking, BookingEnd, Evaluation, Outcome, WorkerReport
 from kvatlas.reservations.redis_calls import call_pool, call_pool_ro
@@ -25,7 +25,7 @@ from kvatlas.store.connection import Store
 
 WORKERS_A_CALL = 24
 ENDS_A_CALL = 32
-"""Limits of workers reported (or given evidence) and of bookings ended per call, so other calls wait only a millisecond or
+"""Limits per call on workers reported (or given evidence) and on bookings ended, so other calls wait only a millisecond or
 two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
@@ -64,7 +64,7 @@ class RedisReservations:
         self._store = store
         self._index = index
         self._log = RateLimitedLog(log)
-        self._odd: tuple[Mapping[str, int], bytes] = {}, pack_rows({})
+        self._odd: tuple[Mapping[str, int], bytes] = {}, pack([])
         """The last ask's odd workers, and their packed form: they are the same for all prompts."""
 
     @property
@@ -134,7 +134,7 @@ class RedisReservations:
             raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
         odd = ask.lookup.odd
         if self._odd[0] is not odd:
-            self._odd = odd, pack_rows(odd)
+            self._odd = odd, pack(flat_rows(odd))
         return pack_ask(ask, pack_lookup(ask.lookup, shards[0], self._odd[1]))
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:

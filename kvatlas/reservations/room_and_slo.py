@@ -76,6 +76,8 @@ class Limits:
 
 def level(over: int, *, slo_filters: bool) -> int:
     """0: exceeds nothing that counts; 1: chosen only if no 0 is left; 2: chosen only if no 1 is left."""
+    if not over:
+        return 0
     if over & NO_ROOM:
         return 2
     return 1 if slo_filters and over & MISSES_SLO else 0

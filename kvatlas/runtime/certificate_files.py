@@ -16,7 +16,7 @@ from weakref import WeakSet
 from kvatlas.errors import KvatlasError
 
 LOOK_S = 1.0
-"""Minimum seconds between two looks at the files."""
+"""Minimum seconds between two checks of the files."""
 DAY_S = 86_400
 CERTIFICATE_EXPIRED = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""

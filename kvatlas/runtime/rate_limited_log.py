@@ -14,8 +14,8 @@ LIMITED = "limited"
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind: when its last line was logged, how long it is quiet now, how many lines were dropped since, and when the
-    last one came."""
+    """One kind of trouble: when its last line was logged, how long it is quiet now, how many lines were dropped since, and
+    when the last one came."""
 
     logged_s: float
     quiet_s: float

@@ -42,7 +42,7 @@ class GatewaySettings(RoutingSettings):
     plaintext: bool = Field(default=False, description="No TLS on the gateway's port.")
     tls_certificate: Path | None = Field(
         default=None,
-        description="File of the certificate chain (PEM); default: a self-signed one, created at the start.",
+        description="File of the certificate chain (PEM); default: a self-signed one, created at startup.",
     )
     tls_key: Path | None = Field(default=None, description="File of the certificate's private key (PEM).")
     processes: int = Field(default=1, ge=1, le=256, description="Processes that share the ports.")

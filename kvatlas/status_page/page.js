@@ -9,7 +9,7 @@
   pause.textContent = "pause";
   pause.onclick = () => {
     paused = !paused;
-    pause.textContent = paused ? "go on" : "pause";
+    pause.textContent = paused ? "resume" : "pause";
   };
   age.append(" ", pause);
 

@@ -108,7 +108,7 @@ class Store:
             raise self.unreachable(error) from error
 
     def unreachable(self, error: BaseException) -> Unreachable:
-        """One of UNREACHABLE as this package's error, naming the store."""
+        """Convert one of UNREACHABLE to this package's error, naming the store."""
         return Unreachable(f"{self.name}: {reason(error)}")
 
     async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:

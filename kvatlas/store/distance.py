@@ -18,7 +18,7 @@ class StoreDistance:
     """The shortest of the last RECENT round trips: it waited least for a busy machine. One quick answer shows that the store is
     near, only RECENT slow ones that it is far. Measured with its own calls, because those of a choice include the store's
     computing; and without the time that this event loop takes to read what has arrived, because a busy router would take any
-    store for a far one. If the loop took longer than the answer, nothing is known of the store."""
+    store for a far one. If the loop took longer than the answer, nothing is known about the store."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
         """`store=None`: there is no store, so nothing is far."""

@@ -9,6 +9,7 @@ for a free connection.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hiredis import ProtocolError, PushNotification, Reader, pack_command
@@ -43,7 +44,7 @@ class RedisConnections:
         `retry`: try once more on a new connection if this one was closed; only for commands that may run twice. Raises the
         server's error for the first command that it refuses, and redis' ConnectionError and TimeoutError.
         """
-        packed = b"".join(map(pack_command, commands))
+        packed = pack(commands[0]) if len(commands) == 1 else b"".join(map(pack, commands))
         pipeline = self._choose() or await self._connected()
         try:
             answers = await pipeline.send(packed, len(commands))
@@ -113,6 +114,23 @@ class RedisConnections:
     def _forget(self, pipeline: "_Pipeline") -> None:
         if pipeline in self._open:
             self._open.remove(pipeline)
+
+
+def pack(command: tuple[Any, ...]) -> bytes:
+    """A command as it is sent. The keys of a function call are packed only once: they are most of its words, and the same in
+    all calls about a pool."""
+    if command[0] not in ("FCALL", "FCALL_RO"):
+        packed: bytes = pack_command(command)
+        return packed
+    end = 3 + command[2]
+    args: bytes = pack_command(command[end:])
+    return b"*%d\r\n%b%b" % (len(command), _pack_words(command[:end]), args[args.index(b"\n") + 1 :])
+
+
+@lru_cache(maxsize=1_024)
+def _pack_words(words: tuple[Any, ...]) -> bytes:
+    packed: bytes = pack_command(words)
+    return packed[packed.index(b"\n") + 1 :]
 
 
 class _Pipeline(asyncio.Protocol):

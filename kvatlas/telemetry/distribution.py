@@ -1,7 +1,10 @@
 """A histogram of plain integers for the hot path: adding takes 0.5 us, OpenTelemetry's own 10 us."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from math import frexp, inf, isfinite
+from functools import cache
+from math import inf, isfinite
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +41,13 @@ class Exemplar(NamedTuple):
     time_ns: int
 
 
+@cache
+def _upper_bounds(extent: Extent) -> Sequence[float]:
+    """The upper bounds of all buckets but the last one; each bound belongs to its bucket."""
+    powers = range(extent.lowest + 1, extent.highest + 1)
+    return [bound for power in powers for bound in (_MIDDLE * 2.0**power, 2.0**power)][:-1]
+
+
 @dataclass(slots=True)
 class Distribution:
     """Values since creation, counted in two buckets for each doubling. No value is below 0.
@@ -50,20 +60,17 @@ class Distribution:
     """By bucket, lowest first."""
     sum: float = 0.0
     exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    _bounds: Sequence[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * ((self.extent.highest - self.extent.lowest) * _STEPS)
+        self._bounds = _upper_bounds(self.extent)
+        self.counts = self.counts or [0] * (len(self._bounds) + 1)
 
     def add(self, value: float, times: int = 1, *, span: "SpanContext | None" = None) -> None:
         """Count a value, with the sampled span in which it was measured, if any."""
-        counts, place = self.counts, 0
-        if value > 0:
-            part, power = frexp(value)  # the value is part x 2 ** power, and the part at least 0.5
-            place = _STEPS * (power - self.extent.lowest) - 1 - (part <= _MIDDLE) - (part == 0.5)
-            last = len(counts) - 1
-            place = 0 if place < 0 else last if place > last else place
-            self.sum += value * times
-        counts[place] += times
+        place = bisect_left(self._bounds, value)
+        self.counts[place] += times
+        self.sum += value * times
         if span is not None:
             self.exemplars[place // _STEPS] = Exemplar(value, span.trace_id, span.span_id, time_ns())
 

@@ -1,8 +1,8 @@
 """Users of the store: indexer, router and auditor, with the commands and keys that each may use (Redis 7, Valkey).
 
 A store checks the commands inside a function against the permissions of the calling user. So each user gets the commands
-that its functions use, only on its keys; direct calls past the functions are restricted equally. For the same reason no
-function is allowed by name: names change with every version, and would grant nothing beyond the commands.
+that its functions use, only on its keys; direct calls that bypass the functions are restricted in the same way. For the same
+reason no function is allowed by name: names change with every version, and would grant nothing beyond the commands.
 
 Commands that read a whole key, or as much of it as the caller asks for, are allowed only on small keys.
 """

@@ -1,4 +1,4 @@
-"""`kvatlas doctor`: checks the set-up of an installation and that every part of it is alive.
+"""`kvatlas doctor`: checks that an installation is set up correctly, and that every part of it is alive.
 
 Each check reads first and then judges; judging takes values and returns findings.
 """

@@ -97,7 +97,7 @@ def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Find
             )
             advice = "see store.distance and the store's load (SLOWLOG GET); a router's copy of the index (--replica) asks less"
             yield Finding("routers.store", Level.WARNING, line, advice)
-        # a server's requests may each be tried several times; a library has only its tries
+        # a server may try each request several times; a library counts only its attempts
         if lost := one.refused if one.requests else one.no_workers:
             share = lost / max(1, one.requests)
             line = f"{where}: no engine took {count_text(lost, 'request')} of the last minute"

@@ -156,7 +156,7 @@ def _judge_memory(server: ServerFacts) -> Finding:
 
 
 def _judge_connections(server: ServerFacts) -> Iterator[Finding]:
-    """Nothing for a server that does not show its limit."""
+    """No finding for a server that does not show its limit."""
     used, limit = int(server.info.get("connected_clients", 0)), int(server.info.get("maxclients", 0))
     if not limit:
         return

@@ -58,7 +58,7 @@ class BlockStored(_Form):
 
 
 class BlockRemoved(_Form):
-    """The blocks are gone from a tier, or from all tiers without `medium`."""
+    """The blocks are gone from the tier `medium` or, if it is absent, from all tiers."""
 
     type: Literal["block_removed"]
     block_hashes: list[BlockHash]

@@ -35,7 +35,7 @@ RATION_S = 15.0
 
 
 class UndecodableQueue:
-    """Payloads set aside that would have been next in order, without a gap in seq (pure)."""
+    """Payloads set aside that would have followed next, without a gap in seq (pure)."""
 
     def __init__(self) -> None:
         self._aside: list[Batch] = []

@@ -24,12 +24,12 @@ T = TypeVar("T")
 LOOK_S = 0.1
 """Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
 NEAR_LOOK_S = 0.02
-"""Interval if one of its requests may soon have its turn: a freed slot stays idle until its router asks."""
+"""Interval if one of the router's requests may soon have its turn: a freed slot stays idle until the router asks."""
 LEAST_LOOK_S = 0.01
 """Shortest interval, used while requests of this router end."""
 MISSING_LOOKS = 3
-"""Number of looks after which requests that the store has lost are sent to it again. If it has lost all of them, they are sent
-at once."""
+"""Number of checks after which requests that the store has lost are sent to it again. If it has lost all of them, they are
+sent at once."""
 
 FORGOTTEN_S = 2.0
 """Time without a question after which the store has dropped this router's waiting requests. A router without waiting requests
@@ -153,7 +153,7 @@ class AdmissionQueue:
         return sum(len(line.tickets) for line in list(self._lines.values()))  # metrics are read on another thread
 
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers in the pools in which some of this router wait."""
+        """Number of waiting requests of all routers in the pools in which some of this router's wait."""
         lines = [line for line in list(self._lines.values()) if line.tickets]
         return sum(max(len(line.tickets), line.seen.requests if line.seen else 0) for line in lines)
 
@@ -210,9 +210,7 @@ class AdmissionQueue:
 
     async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
         line.tickets[ticket.request.id] = ticket
-        line.left.discard(
-            ticket.request.id
-        )  # a look between the store's answer and now may have taken it for one that left
+        line.left.discard(ticket.request.id)  # a check since the store's answer may have taken it for one that left
         self._ask_for_turns(pool_id, line)
         try:
             async with asyncio.timeout(max(0.0, ticket.until_s - self._clock())):

@@ -34,7 +34,7 @@ MOST_LINE = 200
 @dataclass(frozen=True, slots=True)
 class EngineError:
     """`status`: the HTTP status that the error stands for. `line`: its message. `body`: its JSON, as the engine wrote it.
-    `named`: it is an event of type `error`."""
+    `named`: whether it is an event of type `error`."""
 
     status: int
     line: str

@@ -32,7 +32,7 @@ _LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
 _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
-"""Members that a choice has before any token."""
+"""Members of a choice that has no token yet."""
 _FINISH = rb'"finish_reason"\s*:\s*["{]'
 _FINISHES = re.compile(_FINISH)
 """Matches the end of a choice."""
@@ -80,7 +80,7 @@ class EventStream:
     ) -> None:
         """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
         without a choice the last one. `choices`: how many the request asks for, over all its prompts.
-        `ends_at_error`: nothing behind the error of an answer that has begun passes."""
+        `ends_at_error`: once an answer has begun, nothing after its error passes."""
         self._counts = counts
         self._choices = choices
         self._ends_at_error = ends_at_error
@@ -105,7 +105,7 @@ class EventStream:
         """The indices of the choices that have ended."""
         self._has_last_usage = False
         self._last: list[bytes] | None = None
-        """The list that the last event went to; None: it was dropped."""
+        """The list to which the last event was added; None: it was dropped."""
 
     def feed(self, piece: bytes) -> bytes:
         """The bytes to send to the client now; may be empty."""
@@ -259,7 +259,7 @@ class EventStream:
         if _FINISHES.search(data[-HEAD_BYTES:]) is not None:
             self._ended |= {0} if self._choices == 1 else _ended_choices(data)
         head = data[:HEAD_BYTES]
-        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may have the whole answer once more
+        if _is_of(_LAST_TYPE, _LAST_MEMBER, event.type, data):  # it may repeat the whole answer
             self.done = self.begun = True
         elif _is_content(event.type, head):
             self.parts += 1

@@ -18,9 +18,9 @@ from kvatlas_router.tokens.text_request import TextRequest
 
 
 class ChoiceSeams(JoinedEvents):
-    """Like `Seam`, with one for each choice. The first engine computes all of them. After its death others continue those that
-    have not finished, one after another, each with a request for one choice. `awaits_choice`: one has ended, and another engine
-    must continue the next."""
+    """Like `Seam`, with one seam for each choice. The first engine computes all choices. After its death, other engines
+    continue the unfinished ones, one after another, each with a request for one choice. `awaits_choice`: one has ended, and
+    another engine must continue the next."""
 
     def __init__(self, text: TextRequest, ends: ThoughtEnds) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class ChoiceSeams(JoinedEvents):
 
     @property
     def _identity(self) -> dict[str, bytes]:
-        """Of the first choice that has begun: SGLang gives each choice its own."""
+        """The identity of the first choice that has begun: SGLang gives each choice its own."""
         return next((one.identity for one in self._seams if one.identity), {})
 
     @property

@@ -77,7 +77,7 @@ def read_chunk(data: bytes, index: int = 0) -> Chunk:
 
 
 def text_of_ids(ids: Sequence[int]) -> str:
-    """Token ids as text, a letter each, for answers without another text."""
+    """Token ids as text, one character each, for answers without another text."""
     return "".join(map(chr, ids))
 
 

@@ -53,8 +53,8 @@ class Cuts:
         return self.most is not None and tokens >= self.most
 
     def find(self, text: str, *, by_ids: bool, finished: bool, most_parts: int | None) -> tuple[int, int]:
-        """The number of parts before the cut, and of their letters. `text`: what the client has. `most_parts`: limit of the
-        parts."""
+        """The number of parts before the cut, and of their characters. `text`: what the client has. `most_parts`: limit of
+        the parts."""
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = self._sent.letters, len(self._sent.parts)
         last = kept if most_parts is None else most_parts
@@ -70,7 +70,7 @@ class Cuts:
         last = self._sent.end_of(kept)
         if self.is_at_limit(last.tokens):
             return False
-        if not last.text:  # a token with only a part of a letter, or one whose text is held back
+        if not last.text:  # a token with only a part of a character, or one whose text is held back
             return False
         if (self._with_ids or by_ids) and (self._stops or not self._gives_ids(kept)):
             return False
@@ -81,7 +81,7 @@ class Cuts:
         return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:
-        """True if the part's ids end with its text: an event of several may end within a letter."""
+        """True if the part's ids end with its text: an event of several may end within a character."""
         if self._letters_are_ids:
             return True
         return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1

@@ -74,7 +74,7 @@ def without_prompt_ids(raw: bytes) -> bytes:
 
 
 def with_offsets(raw: bytes, letters: int) -> bytes:
-    """The event with the text offsets of its tokens moved by this many letters."""
+    """The event with the text offsets of its tokens moved by this many characters."""
 
     def move(found: re.Match[bytes]) -> bytes:
         moved = re.sub(rb"\d+", lambda one: b"%d" % (int(one[0]) + letters), found[2])

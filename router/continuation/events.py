@@ -16,7 +16,7 @@ class EventForm(Protocol):
     end: bytes
 
     def read(self, event: Event, raw: bytes) -> Chunk | None:
-        """Read an event of the first engine. None if it has nothing of the answer."""
+        """Read an event of the first engine. None if it contains no part of the answer."""
 
     def is_end(self, event: Event) -> bool:
         """True for the last event."""

@@ -30,7 +30,7 @@ class JoinedEvents:
             out.append(self._pass(event, passed[at : event.end]))
             at = event.end
         if at < len(passed):
-            self.give_up(Why.LONG)  # only an event without end passes in parts
+            self.give_up(Why.LONG)  # only an event that has not ended passes in parts
             out.append(passed[at:])
         return b"".join(out)
 

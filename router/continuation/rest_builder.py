@@ -74,7 +74,7 @@ class RestBuilder:
         reasoned = self._thoughts.reasoned and not (by_ids and END_OF_REASONING in text[:at])
         if by_ids:
             return Rest(kept, tokens, by_ids=True, reasoned=reasoned)
-        # an event of several tokens may end within a letter, or with the token that ends the answer
+        # an event of several tokens may end within a character, or with the token that ends the answer
         held = max(tokens - sent.end_of(kept - 1).tokens if kept else 1, *map(len, self.stops), 1)
         lag = None if self._asks_as_chat else min(held - 1, tokens)
         return Rest(kept, tokens, lag, reasoned=reasoned)
@@ -122,11 +122,11 @@ class RestBuilder:
     # ------------------------------------------------------------ what the next engine gets
 
     def text_of(self, rest: Rest) -> str:
-        """The answer that the next engine gets."""
+        """The text of the answer that the next engine gets."""
         return self._sent.text_of(rest.parts)
 
     def ids_of(self, rest: Rest) -> Sequence[int]:
-        """Its token ids, as far as the engines gave them."""
+        """The token ids of the answer that the next engine gets, as far as the engines gave them."""
         return self._sent.ids_of(rest.parts)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:

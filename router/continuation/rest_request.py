@@ -98,7 +98,7 @@ def stops_of(text: TextRequest) -> tuple[str, ...]:
 
 
 def begun_stop(sent: str, stops: Sequence[str]) -> int:
-    """Number of letters at the end that may begin a stop string."""
+    """Number of characters at the end that may begin a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     return next(
         (n for n in range(min(longest, len(sent)), 0, -1) if any(stop.startswith(sent[-n:]) for stop in stops)), 0

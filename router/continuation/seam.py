@@ -77,7 +77,7 @@ class Seam(JoinedEvents):
 
     @property
     def reached(self) -> tuple[int, bool, bool]:
-        """The client's progress; it stays equal only while nothing new arrives."""
+        """The client's progress, for comparison: it changes whenever anything new arrives."""
         return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
 
     @property
@@ -142,7 +142,7 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
-        if chunk.opens:  # a choice of which the client has nothing yet
+        if chunk.opens:  # a choice that has not begun for the client
             raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
@@ -183,7 +183,7 @@ class Seam(JoinedEvents):
         if chunk.text:
             self._speaks, sent.silent = True, 0
         elif self.builder.stops and not self._speaks and chunk.finish is None and self._may_change(chunk):
-            return b""  # it holds back letters, as the first engine did
+            return b""  # it holds back characters, as the first engine did
         if self._form is not None:
             if chunk.other is not None:
                 raise CannotContinue(chunk.other)
@@ -247,7 +247,7 @@ class Seam(JoinedEvents):
         return rest
 
     def _may_change(self, chunk: Chunk) -> bool:
-        """True if the client gets nothing of the event that belongs to single tokens."""
+        """True if the client gets no part of the event that belongs to single tokens."""
         if self._generate is not None:
             return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)

@@ -1,4 +1,4 @@
-"""What a client has of an answer, in the parts that engines sent."""
+"""The part of an answer that a client has, in the pieces that engines sent."""
 
 from array import array
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class Part:
 
 class SentAnswer:
     """`letters`: length of the parts' text. `ahead`: text that the client has after them, and the current engine has not
-    repeated yet; `silent`: number of tokens without text after that, since a letter may have several. `finished_at`: number
-    of parts up to the last token; 0 until it was generated."""
+    repeated yet; `silent`: number of tokens without text after that, since a character may take several. `finished_at`:
+    number of parts up to the last token; 0 until it was generated."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []

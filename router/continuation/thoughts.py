@@ -39,7 +39,7 @@ MARKERS = tuple(
         ("<mm:think>", "</mm:think>"),
     )
 )
-"""Those of the reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing but the markers."""
+"""The markers of those reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing else."""
 
 
 def markers_of(model_id: str | None) -> Sequence[Markers]:
@@ -49,10 +49,10 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
 
 @dataclass(slots=True)
 class ThoughtEnds:
-    """What a pool's parsers do with white space at the end of the reasoning, as its answers have shown. `keep`: they send it,
-    and that at the end of any part at once; False: they remove it, and send that of other parts with the next one. None: no
-    answer has shown it yet. A part that ends in white space shows it, and so does the end of a whole reasoning: models whose
-    reasoning ends in none need nothing removed."""
+    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep`: they send it,
+    and at once, as at the end of any part; False: they remove it, and send that at the end of other parts with the next part.
+    None: not known yet. A part that ends in white space shows it, and so does the end of a complete reasoning: if it ends in
+    none, nothing needs to be removed."""
 
     keep: bool | None = None
 

@@ -4,9 +4,9 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from kvatlas.dataclass import replace
 from kvatlas.fleet.records import KvConnector
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.tokens.prompt_reader import RequestPrompt

@@ -47,7 +47,7 @@ class _Counts:
 class _Worker:
     """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
     answers, of which the bad ones are refusals. `ejected_until=None`: not ejected; in the past: half open. `may_probe`:
-    until then, only this router may try it again. `began_at`: when the answer to that try began."""
+    until then, only this router may try it again. `began_at`: when the answer to that attempt began."""
 
     own: _Counts
     shared: _Counts
@@ -144,7 +144,7 @@ class PoolEjections:
             worker.probing, worker.began_at = False, None
 
     def ended_trials(self, now: float) -> list[str]:
-        """Half-open workers whose try has been answered for so long that it counts as complete."""
+        """Half-open workers whose attempt has been answered for so long that it counts as complete."""
         return [
             worker_id
             for worker_id, worker in self._workers.items()

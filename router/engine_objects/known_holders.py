@@ -8,7 +8,7 @@ SPARE = 0.01
 
 
 class KnownHolders:
-    """At most `most` objects. Without room, the tenants with the most lose their oldest."""
+    """Holds at most `most` objects. When there is no room, the tenants with the most objects lose their oldest ones."""
 
     def __init__(self, most: int) -> None:
         self._most = most

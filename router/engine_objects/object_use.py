@@ -16,7 +16,7 @@ MOST_ANSWER_BYTES = 1 << 20
 
 _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "conversations", "vector_stores")
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
-"""Their paths, as Starlette writes them."""
+"""The paths of these objects, as Starlette writes them."""
 _OWN = frozenset({"render", "input_tokens", "compact", "runs"})
 """Path parts of `/v1/responses` and `/v1/threads` that are calls, not ids."""
 _PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?", re.DOTALL)
@@ -99,7 +99,7 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    """True if a name may be there, possibly with escaped letters."""
+    """True if a name may be there, possibly with escaped characters."""
     return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 

@@ -43,7 +43,7 @@ class GatewayCounters:
     pick_time: Distribution = field(default_factory=Distribution)
 
     def read_ends(self) -> RequestEnds:
-        """As the picker's router reports them."""
+        """The ended requests, as the picker's router reports them."""
         picked = self.by_prompt + self.by_load + self.unpublished
         lost = self.refused + self.shed + self.queue_full + self.late
         return RequestEnds(picked + lost, lost, self.gone)

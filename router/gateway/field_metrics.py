@@ -78,7 +78,7 @@ class FieldMetrics:
         self._pick = meter.create_histogram(
             name("scheduler_e2e_duration"),
             "s",
-            "From a request's reading to its decision.",
+            "From reading a request to its decision.",
             explicit_bucket_boundaries_advisory=_PICK_SECONDS,
         )
         tokens = {"explicit_bucket_boundaries_advisory": _TOKENS}

@@ -21,7 +21,7 @@ from kvatlas_router.progress.watched_attempt import SentAttempt, WatchedAttempt
 
 EVERY_S = 0.1
 LATE_S = 0.2
-"""A look that is later than this means that the router itself paused."""
+"""If a check is later than this, the router itself was paused."""
 RECORDS_S = 1.0
 MOST_AGE_S = 10.0
 
@@ -34,8 +34,8 @@ SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
 @dataclass(slots=True)
 class ProgressCounters:
     """Plain integers since the router started. `stalls`: how often an engine with work stopped making progress; `returns`: how
-    often one resumed. `probes`: small real requests of ours. `moved`: requests that left a stalled engine: those without
-    a byte, and streams that go on elsewhere."""
+    often one resumed. `probes`: our own small, real requests. `moved`: requests that left a stalled engine: those without
+    a byte, and streams that continue elsewhere."""
 
     stalls: int = 0
     returns: int = 0
@@ -66,7 +66,7 @@ class ProgressMonitor:
     """Safe to share between tasks of one event loop."""
 
     def __init__(self, records: Records, send_probe: SendProbe, clock: Callable[[], float] = time.monotonic) -> None:
-        """`records`: the fleet's workers by id, the same object until read again."""
+        """`records`: the fleet's workers by id; returns the same object until it has read them again."""
         self.counters = ProgressCounters()
         self._read = records
         self._send_probe = send_probe
@@ -137,7 +137,7 @@ class ProgressMonitor:
             end(id(watched), self._clock())
 
     def count_move(self) -> None:
-        """Count a stream that went on elsewhere; see `WatchedAttempt.move`."""
+        """Count a stream that continued elsewhere; see `WatchedAttempt.move`."""
         self.counters.moved += 1
 
     # ------------------------------------------------------------ use
@@ -255,7 +255,7 @@ class ProgressMonitor:
         try:
             self._records = await self._read()
         except STORE_FAILURES as error:
-            _log.debug("could not read the fleet for progress (%s); going on with answers alone", reason(error))
+            _log.debug("could not read the fleet for progress (%s); continuing with answers only", reason(error))
             return
         now = self._clock()
         for worker_id, engine in self._engines.items():
@@ -310,6 +310,6 @@ def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
 
 
 def _age_s(record: FleetRecord) -> float:
-    """The age of its load sample, assuming synchronised clocks; 0 if unknown."""
+    """The age of its load sample, assuming synchronized clocks; 0 if unknown."""
     age_s = (time.time_ns() // 1_000 - record.heard_us + (record.load_age_us or 0)) / 1e6
     return age_s if 0.0 <= age_s <= MOST_AGE_S else 0.0

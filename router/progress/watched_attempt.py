@@ -70,7 +70,7 @@ class WatchedAttempt:
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self, *, lost: bool = False) -> bool:
-        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognises this. `lost`: the
+        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognizes this. `lost`: the
         answer will never come."""
         if self.hangs or self._task is None or (self.began and not self.reading):
             return False
@@ -87,11 +87,11 @@ class WatchedAttempt:
         return self._task.uncancel() == 0
 
     def stay(self) -> None:
-        """Go on waiting for an answer that was given up."""
+        """Keep waiting for an answer that was given up."""
         self.hangs = False
 
     def move(self) -> None:
-        """Stop watching an answer that was given up: it goes on elsewhere."""
+        """Stop watching an answer that was given up: it continues elsewhere."""
         self._monitor.count_move()
         self.end()
 

@@ -11,7 +11,7 @@
     exchange.py          one request, from its arrival to its record: reads the prompt, ends with the client
     worker_attempts.py   books a worker for it, and others until the client gets anything
     attempts.py          the state of its attempts
-    continued_answer.py  its streamed answer, if another worker may go on with it
+    continued_answer.py  its streamed answer, if another worker may continue it
     answer_relay.py      one attempt on one worker: sends the request, passes its answer on
     predicted_attempt.py how long an attempt should take
     client_request.py    the client's side: its request, answers and errors to it, and its line in the access log

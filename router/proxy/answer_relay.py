@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvatlas.dataclass import dataclass
+from kvatlas.dataclass import dataclass, replace
 from kvatlas.errors import KvatlasError, Unreachable
 from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context

@@ -193,7 +193,7 @@ class ProxyApplication:
                 "ejected": ejected,
                 "stalled": {id: round(seconds, 3) for id, seconds in progress.stalled().items()},
                 "proxy": counters_to_jsonable(self._counters),
-                "ejections": asdict(ejections.counters),
+                "outliers": asdict(ejections.counters),
                 "progress": asdict(progress.counters),
                 "tokens": counters_to_jsonable(tokens),
                 "answers": asdict(client.answers.counts),
@@ -219,7 +219,7 @@ class _InferenceFirst:
             return
         try:
             await self._for_engines(scope, receive, send)
-        except HTTPException as error:  # of the body, before the answer has begun
+        except HTTPException as error:  # errors of the body, before the answer has begun
             answer = await _http_error(Request(scope), error)
             await answer(scope, receive, send)
 

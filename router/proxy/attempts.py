@@ -11,7 +11,7 @@ from kvatlas_router.upstream.engine_answer import EngineHangs, StreamedAnswer, W
 
 @dataclass(frozen=True, slots=True)
 class StalledAnswer:
-    """An answer whose engine stalls: its client gets the rest of it unless another worker goes on."""
+    """An answer whose engine stalls: its client gets the rest of it unless another worker continues it."""
 
     choice: Booked
     answer: StreamedAnswer

@@ -181,7 +181,8 @@ class ClientRequest:
         return (*headers, queue_header(self.wait)) if self.wait else headers
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """The line as shown to the client: who must not see decisions must not see names and addresses of workers either."""
+        """The line as shown to the client: clients that must not see decisions must not see workers' names and addresses
+        either."""
         self.failure = line
         hidden = kind.status >= 500 and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line

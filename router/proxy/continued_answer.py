@@ -1,4 +1,4 @@
-"""One request's streamed answer, which another worker may go on with after its engine died."""
+"""One request's streamed answer, which another worker may continue after its engine died."""
 
 import asyncio
 import logging
@@ -39,7 +39,8 @@ ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """What another engine is asked for: the rest of the answer, `tokens` of which it gets, and the request's API and body."""
+    """What another engine is asked for: the rest of the answer, `tokens` of which it gets as input; and the request's API and
+    body."""
 
     rest: Rest
     tokens: int
@@ -49,8 +50,8 @@ class _Next:
 
 @dataclass(slots=True)
 class ContinuedAnswer:
-    """`seam`: between the engines' answers; None if it can't go on, because of `why` (None: that is switched off). `goes_on`:
-    the current engine is not the first. `lost`: how the last engine's part ended."""
+    """`seam`: between the engines' answers; None if it can't be continued, because of `why` (None: continuing is switched
+    off). `goes_on`: the current engine is not the first. `lost`: how the last engine's part ended."""
 
     request: ClientRequest
     counters: ContinuationCounters
@@ -94,7 +95,7 @@ class ContinuedAnswer:
 
     @property
     def may_go_on(self) -> bool:
-        """True if another worker could go on now."""
+        """True if another worker could continue now."""
         return self.seam is not None and self.seam.why is None and not self._is_stuck(self.seam)
 
     @property
@@ -173,7 +174,7 @@ class ContinuedAnswer:
         return _Next(rest, tokens, api, body), found
 
     async def _ask_within_reasoning(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
-        """The same for an answer with reasoning, whose markers must be known."""
+        """The request for the rest of an answer with reasoning, whose markers must be known, and its prompt."""
         prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.builder.text.model_id):
             pair = await self._ids_of_text(markers.start + markers.end)
@@ -202,8 +203,8 @@ class ContinuedAnswer:
     async def _ask_as_chat(
         self, seam: Seam | ChoiceSeams, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
-        """The same as a chat, whose engine parses the rest; None if no partial message renders to these ids. Templates that
-        begin the reasoning in the prompt don't begin it in a message, and some put a line break behind."""
+        """The request for the rest as a chat, whose engine parses it; None if no partial message renders to these ids.
+        Templates that begin the reasoning in the prompt don't begin it in a message, and some add a line break after it."""
         rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
         if not rest.parts:
             body = seam.builder.body_of_raw("", 0)
@@ -217,7 +218,7 @@ class ContinuedAnswer:
         return None
 
     def join(self) -> None:
-        """Let the engine that has begun to answer go on. Does nothing for the first one."""
+        """Let the engine that has begun to answer take over. Does nothing for the first one."""
         if self._next is None or self.seam is None:
             return
         id, tokens = self.request.id or "without an id", self._next.tokens
@@ -227,7 +228,7 @@ class ContinuedAnswer:
         self.counters.resumed += 1
 
     def stay(self) -> None:
-        """Let the current engine go on, since there is no other."""
+        """Let the current engine continue, since there is no other."""
         self._next = None
 
     def _is_stuck(self, seam: Seam | ChoiceSeams) -> bool:
@@ -274,7 +275,8 @@ class ContinuedAnswer:
         return await self._read(TextRequest.of(Api.COMPLETIONS, asked))
 
     async def _read(self, text: TextRequest) -> RequestPrompt:
-        """Its prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for again."""
+        """The request's prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for
+        again."""
         while (read := await self.read_prompt(text)).untokenized in _LATE and time.monotonic() < self._patient_until:
             await asyncio.sleep(AGAIN_S)
         return read
@@ -282,7 +284,7 @@ class ContinuedAnswer:
 
 def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
     """True if the prompt with a part of the answer begins with the prompt; None if their tokens are not known. Templates may
-    add something behind a prompt that they leave out before a partial answer, such as `<think>`."""
+    add something after a prompt, such as `<think>`, that they leave out before a partial answer."""
     if longer.prompt_tokens is None or prompt.prompt_tokens is None:
         return None
     first, whole = prompt.prompt.tokens, longer.prompt.tokens
@@ -290,7 +292,7 @@ def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
 
 
 def _ids_of(prompt: RequestPrompt) -> Sequence[int]:
-    """Its token ids. Raises CannotContinue if they are not known."""
+    """The prompt's token ids. Raises CannotContinue if they are not known."""
     if prompt.prompt_tokens is None or prompt.prompt.tokens is None:
         raise CannotContinue(Why.TOKENS)
     return list(prompt.prompt.tokens)

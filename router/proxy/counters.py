@@ -8,8 +8,8 @@ from kvatlas_router.continuation.reasons import Why
 
 @dataclass(slots=True)
 class ContinuationCounters:
-    """Plain integers since the router started: streams whose engine died mid-answer. `resumed`: another worker went on (each
-    time). The others ended with an error, by `Why`."""
+    """Plain integers since the router started: streams whose engine died mid-answer. `resumed`: another worker continued
+    (each time). The others ended with an error, by `Why`."""
 
     resumed: int = 0
     sampled: int = 0
@@ -32,7 +32,7 @@ class ContinuationCounters:
     no_worker: int = 0
 
     def count(self, why: Why) -> None:
-        """Count an answer that could not go on."""
+        """Count an answer that could not be continued."""
         setattr(self, why.value, getattr(self, why.value) + 1)
 
 

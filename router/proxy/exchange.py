@@ -85,7 +85,7 @@ class Exchange:
 
     @property
     def pool_waiting(self) -> int:
-        """The same for all routers of the pools in which some wait here."""
+        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
         return self._admission.pool_waiting
 
     async def run(self, request: ClientRequest) -> None:

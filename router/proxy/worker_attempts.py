@@ -48,7 +48,7 @@ LOST_STATUS = 502
 AGAIN_S = 0.25
 """If no connection to any engine succeeded, they are tried again after this time."""
 LEAVE_AGAIN_S = 5.0
-"""If no other worker goes on with a stalled engine's answer, others are tried again after this time."""
+"""If no other worker continues a stalled engine's answer, others are tried again after this time."""
 
 
 class WorkerAttempts:
@@ -64,7 +64,7 @@ class WorkerAttempts:
         most_attempts: int = 4,
         continues: ContinueMode = ContinueMode.OFF,
     ) -> None:
-        """`continues`: whose streams go on elsewhere if their engine dies."""
+        """`continues`: whose streams continue elsewhere if their engine dies."""
         self._continues = continues
         self._catalogue = catalogue
         self._relay = relay
@@ -197,7 +197,7 @@ class WorkerAttempts:
         self, attempts: Attempts, worker_id: str | None = None, error: EngineLost | EngineFailed | None = None
     ) -> bool:
         """Handle an answer whose engine, this worker, died in the middle, or one of whose choices has ended after that. False
-        to let another worker go on; True if it has ended."""
+        to let another worker continue; True if it has ended."""
         attempts.tried |= {worker_id} if worker_id is not None else frozenset()
         attempts.apart = False
         try:
@@ -210,8 +210,8 @@ class WorkerAttempts:
     async def _pass_on(
         self, attempts: Attempts, choice: Booked, header: tuple[bytes, bytes], opened: OpenedAnswer
     ) -> bool:
-        """Pass an answer on. If its engine stalls, another worker goes on if one can: then False. Otherwise the client waits
-        for the rest of it."""
+        """Pass an answer on. If its engine stalls, returns False if another worker continues it; otherwise the client waits
+        for the rest."""
         while True:
             try:
                 await self._relay.pass_on(attempts.request, choice, header, opened, attempts.answer)
@@ -225,7 +225,7 @@ class WorkerAttempts:
                 return True
 
     async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
-        """Continue an answer at another worker. False if none can, and the client has nothing of any answer."""
+        """Continue an answer at another worker. False if none can, and the client has got no more of the answer."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
         attempts.apart, attempts.stalled = False, stalled
@@ -233,7 +233,7 @@ class WorkerAttempts:
             attempts.read = await attempts.answer.prepare(read, stalled.error)
             if await self._try_workers(attempts):
                 return True
-            if attempts.stalled is None:  # another worker went on, and died
+            if attempts.stalled is None:  # another worker continued, and died
                 await self._end_broken(attempts, Why.NO_WORKER)
                 return True
             why = attempts.line or "no other worker is left to try"
@@ -258,7 +258,7 @@ class WorkerAttempts:
         _log.warning("worker %s: %s", worker_id, stalled.error)
 
     async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
-        """End a begun answer with its engine's error, since no worker can go on with it. Raises CannotContinue instead while
+        """End a begun answer with its engine's error, since no worker can continue it. Raises CannotContinue instead while
         its stalled engine may."""
         if attempts.stalled is not None:
             raise CannotContinue(why)
@@ -296,7 +296,7 @@ class WorkerAttempts:
         attempts.free = not cause.connected
         self._ejections.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
         _log.warning("worker %s: %s; trying another", worker_id, cause)
-        if attempts.begun and cause.connected:  # two engines died of what comes next, perhaps
+        if attempts.begun and cause.connected:  # perhaps two engines died of what comes next
             await self._end_broken(attempts, Why.SAME_TOKEN)
             return True
         return False
@@ -346,7 +346,7 @@ class WorkerAttempts:
         if own_form:
             return False
         if answer.status == 404 and request.objects is not None and request.objects.ids:
-            verdict = Verdict.REFUSED  # the engine should have the object, so no other one has it
+            verdict = Verdict.REFUSED  # only this engine can have the object
         if verdict is Verdict.DOUBTFUL and attempts.doubted is None:
             attempts.doubted = worker_id, answer.status
             return False
@@ -405,7 +405,7 @@ class WorkerAttempts:
 
 
 async def _end_booking(choice: Booked, status: int) -> None:
-    """End a failed attempt's booking. The request goes on without the store."""
+    """End a failed attempt's booking. The request continues without the store."""
     try:
         await choice.done(status=status)
     except Unreachable as error:

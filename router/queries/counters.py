@@ -15,9 +15,9 @@ from kvatlas_router.tenancy.refusals import KeysUnknown
 
 @dataclass
 class QueryCounters:
-    """Questions over HTTP and gRPC: plain integers since the server started.
+    """Queries over HTTP and gRPC: plain integers since the server started.
 
-    `answered`, `refused` (the question's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds
+    `answered`, `refused` (the query's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds
     for each. `changes`: sent to those who keep a copy.
     """
 
@@ -29,7 +29,7 @@ class QueryCounters:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Count what the block does with one question."""
+        """Count what the block does with one query."""
         began = perf_counter()
         try:
             yield

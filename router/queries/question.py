@@ -16,7 +16,7 @@ from kvatlas.errors import InvalidValue
 
 MAX_TOKENS = 1 << 20
 MAX_HASHES = MAX_TOKENS // 16
-"""As many tokens, in blocks of 16."""
+"""Hashes of that many tokens, in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
 """Means the caller's own tenant, since a query must name one."""

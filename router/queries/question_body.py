@@ -1,5 +1,5 @@
-"""Reads the JSON of a question without delaying others: a long list of token ids in slices, with turns of the event loop
-between them, and only so many other values."""
+"""Reads the JSON of a query without delaying others: a long list of token ids in slices, with turns of the event loop between
+them, and a limited number of other values."""
 
 import asyncio
 import re
@@ -15,11 +15,11 @@ from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.queries.question import MAX_TOKENS, check_length
 
 LARGE_BODY = 64 << 10
-"""Larger bodies, in bytes, are read so."""
+"""Bodies of more bytes are read in this way."""
 SLICE_BYTES = 64 << 10
 SLICE_TOKENS = 1 << 14
 MAX_VALUES = 1 << 17
-"""Values besides token ids: as many as are decoded in a few milliseconds."""
+"""Limit of values besides token ids: as many as are decoded in a few milliseconds."""
 
 _TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*\[')
 
@@ -37,7 +37,7 @@ async def read_question_body(body: bytes) -> dict[str, Any]:
 
 
 async def copy_in_slices(tokens: Sequence[int]) -> list[int]:
-    """A list of these."""
+    """Copy the tokens into a list."""
     copied: list[int] = []
     for first in range(0, len(tokens), SLICE_TOKENS):
         copied += tokens[first : first + SLICE_TOKENS]

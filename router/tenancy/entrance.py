@@ -16,7 +16,8 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class Entrance:
-    """One server's, whatever its protocols: a client's limits hold for all of them together. Counts and reports refusals."""
+    """The entrance of one server, whatever its protocols: a client's limits hold for all of them together. Counts and reports
+    refusals."""
 
     def __init__(self, proof: Proof, exchange: AllowanceExchange, counters: TenancyCounters) -> None:
         self._proof = proof
@@ -26,7 +27,7 @@ class Entrance:
 
     @property
     def clients(self) -> Clients:
-        """Those of the file, as it is now."""
+        """The clients in the file as it is now."""
         return self._proof.clients
 
     async def admit(

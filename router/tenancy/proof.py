@@ -41,7 +41,7 @@ class Proof:
         self._tokens = _issued_tokens(self.clients)
         self._callers: dict[tuple[str, str], Caller] = {}
         self._fronts: dict[str, str | None] = {}
-        """The front at each address that was asked for."""
+        """The front at each address that has been looked up."""
 
     async def prove(self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str]) -> Caller:
         """The request's caller. `headers`: names in lower case. `certificate`: the names in the client's certificate, if it has

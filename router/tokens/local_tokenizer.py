@@ -179,7 +179,7 @@ def _alternatives(texts: Iterable[str]) -> str:
 
 
 def _begins_inside(token: str, other: str) -> bool:
-    """True if `token` may begin inside an occurrence of `other`, after its first letter."""
+    """True if `token` may begin inside an occurrence of `other`, after its first character."""
     return token in other[1:] or any(token.startswith(other[at:]) for at in range(1, len(other)))
 
 

@@ -19,7 +19,7 @@ MAX_PARSED_BYTES = 8 << 20
 """A million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 LETTERS_A_TOKEN = 4
-"""In most texts and models."""
+"""Characters per token, in most texts and models."""
 MAX_SESSION_LETTERS = 256
 """Longer session names are ignored, because names are stored and senders are not trusted."""
 
@@ -27,7 +27,9 @@ MAX_SESSION_LETTERS = 256
 class Api(StrEnum):
     """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids.
+    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`: the router
+    refuses an invalid body; for the other calls the engine does, in the form of their API. `is_conversation`: the engine's chat
+    template makes the prompt.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -37,15 +39,9 @@ class Api(StrEnum):
     GENERATE = "/generate"
     TOKENS = "/inference/v1/generate"
 
-    @property
-    def is_checked(self) -> bool:
-        """True if the router refuses an invalid body. For the other calls the engine does, in the form of their API."""
-        return self in (Api.COMPLETIONS, Api.CHAT)
-
-    @property
-    def is_conversation(self) -> bool:
-        """True if the engine's chat template makes the prompt."""
-        return self in (Api.CHAT, Api.MESSAGES, Api.RESPONSES)
+    def __init__(self, path: str) -> None:
+        self.is_checked = path in ("/v1/completions", "/v1/chat/completions")
+        self.is_conversation = path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 _PROMPTS = {
@@ -126,10 +122,10 @@ class TextRequest:
     @property
     def model(self) -> str | None:
         """The name of the engine's model, or of an adapter. `/generate` names adapters only."""
-        for field in ("lora_path", "model") if self.api is Api.GENERATE else ("model",):
-            if isinstance(name := self.body.get(field), str) and name:
-                return name
-        return None
+        if self.api is Api.GENERATE and isinstance(name := self.body.get("lora_path"), str) and name:
+            return name
+        name = self.body.get("model")
+        return name if isinstance(name, str) and name else None
 
     @property
     def adapter(self) -> str | None:
@@ -159,13 +155,13 @@ class TextRequest:
 
     @property
     def _samplings(self) -> Sequence[Mapping[str, Any]]:
-        """The same, for each prompt if there is a list of them, which SGLang takes."""
+        """The same, as a list. SGLang also takes a list, with an object for each prompt."""
         found = self.body.get("sampling_params") if self.api is Api.GENERATE else None
         return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else (self.sampling,)
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any; the larger of two, which engines rank differently."""
+        """The request's own limit of generated tokens, if any. If it has two, the larger one: engines rank them differently."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
         return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
@@ -318,12 +314,12 @@ _MOST_NESTED = 6
 
 
 def _is_set(value: Any) -> bool:
-    """A flag as engines read it, which also take 1 and "yes" for true."""
+    """A flag as engines read it: they also take 1 and "yes" for true."""
     return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
 
 
 def _as_integer(value: Any) -> int:
-    """A field's integer as engines read it, which also take 8.0 and "8" for 8; 0 for anything else."""
+    """A field's integer as engines read it: they also take 8.0 and "8" for 8. 0 for anything else."""
     if not isinstance(value, (int, float, str)):
         return 0
     try:

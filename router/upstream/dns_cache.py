@@ -8,7 +8,7 @@ RESOLVED_S = 2.0
 
 
 class NameLookups:
-    """Requests to one name share a lookup, which goes on if they are cancelled: each takes a thread."""
+    """Requests to one name share a lookup, which continues if they are cancelled, because each lookup takes a thread."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}

@@ -63,7 +63,7 @@ class WholeAnswer:
 @dataclass(slots=True)
 class StreamedAnswer:
     """An answer whose first bytes have arrived: an iterator over its body. It raises EngineLost, and EngineHangs if `watched`
-    gives it up but not for good; after `watched.stay()`, it can be read on.
+    gives it up for now; after `watched.stay()`, reading can continue.
 
     `clock`: started with the request; the answer's reader counts parts on it. `events`: the answer is an uncompressed stream of
     server-sent events. `span`: of its attempt."""

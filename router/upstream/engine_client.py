@@ -106,7 +106,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    """Where an engine is, one object for each address. `name`: host and port as the URL has them. `ip`: its address, if it is
+    """Where an engine is; one object for each address. `name`: host and port as in the URL. `ip`: its address, if it is
     not named."""
 
     host: str

@@ -1,4 +1,5 @@
-"""One HTTP/1.1 connection to an engine, parsed by httptools: sends a request at a time, and holds its answer as it arrives."""
+"""One HTTP/1.1 connection to an engine, parsed by httptools: sends one request at a time, and holds its answer as it
+arrives."""
 
 import asyncio
 import os
@@ -17,8 +18,8 @@ MOST_KEPT_BYTES = 1 << 18
 WHOLE_BYTES = 1 << 16
 """A longer body is not copied to be sent together with its head."""
 STALE_S = 0.25
-"""A connection that was idle may be closing while a request is sent. If that is seen later than this, the engine
-may have begun the request."""
+"""A connection that was idle may be closing while a request is sent. If that is noticed later than this, the engine may have
+begun the request."""
 LAST_LOOK_S = 0.05
 """A busy router may look late: after its time limit, an engine gets this long, in which whatever has arrived is read."""
 

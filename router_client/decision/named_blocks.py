@@ -25,7 +25,7 @@ class EngineHashSource(Protocol):
 
 
 class NamedBlocks:
-    """For one router. `hashes=None`: no block can be named."""
+    """Finds blocks' names for one router. `hashes=None`: no block can be named."""
 
     def __init__(self, hashes: EngineHashSource | None) -> None:
         self._hashes = hashes

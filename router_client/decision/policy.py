@@ -80,7 +80,7 @@ class RoutingPolicy:
         return quote_lookup(prompt, pool, self._seed, home=home, session_us=session_us, explain_all=explain_all)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
-        """The ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
+        """Build an ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
         return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:

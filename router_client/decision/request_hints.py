@@ -36,7 +36,7 @@ class RequestHintHeaders:
         found = {name: value.decode("latin-1").strip() for name, value in headers if name in HINT_HEADERS}
         for name, value in found.items():
             if len(value) > MOST_LETTERS:
-                raise InvalidValue(f"header {name.decode()} has {len(value)} letters; expected up to {MOST_LETTERS}")
+                raise InvalidValue(f"header {name.decode()} has {len(value)} characters; expected up to {MOST_LETTERS}")
         return cls(
             _strategy(found.get(_STRATEGY, "")),
             _priority(found.get(_PRIORITY, "")),

@@ -38,7 +38,7 @@ CLOSE_S = 1.0
 MOST_NOTED = 512
 """Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Limit of those requests per worker."""
+"""Maximum number of these requests per worker: the first ones of a turn."""
 MISSED = 12.0
 FADES_IN = 16.0
 """A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's
@@ -54,7 +54,7 @@ _log = logging.getLogger("router_client")
 class Starvation:
     """Finds workers without new evidence while their pool continues, and how much of their old evidence still counts.
 
-    A worker that was learned to be slow gets no requests, and without requests it would look slow for ever. So a worker's
+    A worker that was learned to be slow gets no requests, and without requests it would look slow forever. So a worker's
     evidence fades while its pool learns from others, until it is priced like its pool and gets requests again. Time alone
     fades nothing: a pool that is idle overnight keeps its rates.
     """
@@ -171,6 +171,7 @@ class RateLearner:
         self._counters = counters
         self._pools: dict[str, PoolRates] = {}
         self._noted: deque[tuple[str, FinishedRequest]] = deque(maxlen=MOST_NOTED)
+        self._noted_of: Counter[tuple[str, str]] = Counter()
         self._last: dict[str, RankedResults] = {}
         self._metrics = RateMetrics()
         self._task = BackgroundTask(self._run, "kvatlas router rates")
@@ -207,8 +208,10 @@ class RateLearner:
         self, pool_id: str, results: RankedResults, chosen: SelectionResult, usage: Usage, timings: Timings
     ) -> None:
         """Note a request that ended well; the background task learns from it."""
-        if chosen.plan is None:
+        worker = pool_id, chosen.worker_id
+        if chosen.plan is None or self._noted_of[worker] == MOST_A_WORKER:
             return
+        self._noted_of[worker] += 1
         last = self._last.get(pool_id, results)
         after: Load | None = None if last is results else last.load_of(chosen.worker_id)
         finished = FinishedRequest(
@@ -261,12 +264,8 @@ class RateLearner:
 
     async def _add_noted(self) -> None:
         noted, self._noted = self._noted, deque(maxlen=MOST_NOTED)
-        seen: Counter[tuple[str, str]] = Counter()
+        self._noted_of.clear()
         for number, (pool_id, request) in enumerate(noted):
-            worker = pool_id, request.plan.worker_id
-            seen[worker] += 1
-            if seen[worker] > MOST_A_WORKER:
-                continue
             if self._pools[pool_id].add(request):
                 self._counters.learned += 1
             else:

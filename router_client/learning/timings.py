@@ -98,7 +98,7 @@ class AnswerClock:
         self._last_ns = now
 
     def hold(self, ns: int) -> None:
-        """Record how long the answer's receiver took nothing: the engine, or its parts, may have had to wait."""
+        """Record how long the answer's receiver accepted nothing: the engine, or its parts, may have had to wait."""
         self._held_ns += ns
 
     @property
@@ -139,7 +139,8 @@ class AnswerClock:
         return self.lateness is None or self.lateness.most_ns(start_ns, end_ns) <= MOST_LATE * (end_ns - start_ns)
 
     def _join_gaps(self) -> list[tuple[int, int]]:
-        """Gaps with the parts that ended them. Parts that arrived together, though in two reads, count as one arrival."""
+        """The gaps between parts, each with the part that ended it. Parts that arrived together, though in two reads, count
+        as one arrival."""
         assert self._first_ns is not None
         least_ns = TOGETHER * (self._last_ns - self._first_ns) / self._parts_after_first
         joined: list[tuple[int, int]] = []

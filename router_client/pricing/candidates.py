@@ -10,7 +10,7 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 ODD_BYTES = 5
-"""What an odd worker takes in an ask besides its id."""
+"""Bytes that an odd worker takes in an ask besides its id."""
 MOST_SHAPES = 8
 """Limit of the block shapes that a prompt is looked up in: each has a chain and a call of its own."""
 
@@ -57,19 +57,26 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class KindRows:
     """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
-    is for all its workers but the `odd` ones, which have the row of that number."""
+    is for all its workers but the `odd` ones, which have the row of that number. `numbers`: the number of the row of a likeness
+    and kind."""
 
     rows: tuple[tuple[bytes, Candidate], ...] = ()
+    numbers: Mapping[tuple[bytes, int], int] = field(default_factory=dict)
     odd: Mapping[str, int] = field(default_factory=dict)
     odd_bytes: int = 0
-    """What the odd workers take in an ask, at most. Ids have one byte a character."""
+    """Upper bound of the bytes that odd workers take in an ask. Ids have one byte per character."""
 
     @classmethod
     def of(cls, groups: "Sequence[Group]") -> "KindRows":
         rows = [(group.likeness, example) for group in groups for example in (group.example, *group.odd_examples)]
         numbers = {(likeness, example.kind): number for number, (likeness, example) in enumerate(rows)}
         odd = {id: numbers[group.likeness, kind] for group in groups for id, kind in group.odd.items()}
-        return cls(tuple(rows), odd, sum(map(len, odd)) + ODD_BYTES * len(odd))
+        return cls(tuple(rows), numbers, odd, sum(map(len, odd)) + ODD_BYTES * len(odd))
+
+    @property
+    def have_marks(self) -> bool:
+        """True if one of the candidates has marks."""
+        return any(example.endpoint.marks for _, example in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

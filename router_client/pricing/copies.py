@@ -154,7 +154,7 @@ class CopySources:
         """The quote with what the deepest of the reader's shared stores holds beyond its own; among equally deep ones, that of
         the one that is read fastest.
 
-        Nothing of a store for a worker with marks: the store does not report its other groups' blocks.
+        A worker with marks reads nothing from a store, which does not report the blocks of its other groups.
         """
         shape = reader.block_size, reader.lookahead_tokens
         if reader.marks:

@@ -32,7 +32,7 @@ class LookupQuotes:
     its candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`). In a small pool the lookup names the
-    candidates in tie-breaking order instead, and there is a row for each of their kinds.
+    candidates in tie-breaking order instead.
     """
 
     prompt: Prompt
@@ -45,7 +45,7 @@ class LookupQuotes:
 
     def for_pool(self, pool: Pool) -> "LookupQuotes":
         """The quotes for a later reading of the pool, whose kinds have other numbers."""
-        return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool, _kind_rows(pool)))
+        return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
         """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
@@ -58,7 +58,7 @@ class LookupQuotes:
             if candidate is not None and candidate.kind in self.kinds:
                 kept.append(number)
                 members.append((candidate, evaluation.held_tokens[number]))
-        return _MemberQuotes(self, members), *keep_offers(evaluation, kept)
+        return MemberQuotes(self, members), *keep_offers(evaluation, kept)
 
     def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
         """A worker's quote, surcharges included."""
@@ -69,7 +69,7 @@ class LookupQuotes:
         return quote if home in (None, candidate.id) else away_from_session(quote, self.lookup.home_us)
 
 
-class _MemberQuotes(Sequence[Quote]):
+class MemberQuotes(Sequence[Quote]):
     """Quotes that are built when they are read, because a router reads only one of those that the store returned."""
 
     def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
@@ -82,11 +82,15 @@ class _MemberQuotes(Sequence[Quote]):
     def __getitem__(self, index: slice) -> Sequence[Quote]: ...
     def __getitem__(self, index: int | slice) -> Quote | Sequence[Quote]:
         if isinstance(index, slice):
-            return _MemberQuotes(self._quotes, self._held[index])
+            return MemberQuotes(self._quotes, self._held[index])
         return self._quotes.quote(*self._held[index])
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def number_of(self, worker_id: str) -> int | None:
+        """The number of a worker's quote, without making the quote; None if there is none."""
+        return next((i for i, (candidate, _) in enumerate(self._held) if candidate.id == worker_id), None)
 
 
 def quote_lookup(
@@ -105,12 +109,11 @@ def quote_lookup(
     empty = PromptLookup.empty(prompt, pool.block_shapes)
     fingerprint = empty.fingerprint + seed
     looked_up: dict[BlockShape, LookupChain] = {}
-    kind_rows = _kind_rows(pool)
-    kinds = _quote_kinds(prompt, pool, kind_rows)
+    kinds = _quote_kinds(prompt, pool)
     rows: list[tuple[bytes, Quote]] = []
     chains: list[LookupChain | None] = []
     reuse: list[Reuse] = []
-    for likeness, example in kind_rows:
+    for likeness, example in pool.kind_rows.rows:
         for_kind = kinds[example.kind]
         cold = Quote(example, for_kind, NOTHING_HELD, *for_kind.price_prefix(NOTHING_HELD))
         rows.append((likeness, cold if home is None else away_from_session(cold, session_us)))
@@ -122,9 +125,9 @@ def quote_lookup(
         readable = prompt.reading.readable_tokens(example.endpoint.kind)
         reuse.append(Reuse.of(example.rule, prompt.input_tokens, for_kind.block_tokens, readable))
     home_us = 0.0 if home is None else float(round(session_us))
-    if is_small(pool):
-        numbers = {example.kind: number for number, (_, example) in enumerate(kind_rows)}
-        named = {one.id: numbers[one.kind] for one in in_tie_order(pool.candidates, fingerprint)}
+    if len(pool.candidates) < LEAST_CANDIDATES:
+        numbers = pool.kind_rows.numbers
+        named = {one.id: numbers[one.likeness, one.kind] for one in in_tie_order(pool.candidates, fingerprint)}
         lookup, ring = Lookup(prompt.scope, chains, reuse, {}, home, home_us, named), 0
     else:
         lookup = Lookup(prompt.scope, chains, reuse, pool.kind_rows.odd, home, home_us)
@@ -132,21 +135,9 @@ def quote_lookup(
     return LookupQuotes(prompt, pool, kinds, rows, lookup, empty, ring)
 
 
-def is_small(pool: Pool) -> bool:
-    """True if a choice names all of the pool's candidates."""
-    return len(pool.candidates) < LEAST_CANDIDATES
-
-
-def _kind_rows(pool: Pool) -> Sequence[tuple[bytes, Candidate]]:
-    """The rows of look-alikes, each with an example; in a small pool one for each kind."""
-    if not is_small(pool):
-        return pool.kind_rows.rows
-    return [(example.likeness, example) for example in {one.kind: one for one in pool.candidates}.values()]
-
-
-def _quote_kinds(prompt: Prompt, pool: Pool, kind_rows: Sequence[tuple[bytes, Candidate]]) -> Mapping[int, KindQuote]:
+def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
     """Number of the kind -> what its workers share."""
-    examples = {example.kind: example for _, example in kind_rows}
+    examples = {example.kind: example for _, example in pool.kind_rows.rows}
     return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
 
 
@@ -154,14 +145,14 @@ def why_not_looked_up(prompt: Prompt, pool: Pool, *, explain_all: bool = False) 
     """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
     if not pool.candidates:
         return "no worker can take the prompt"
-    small = is_small(pool)
-    if explain_all and not small:
+    large = len(pool.candidates) >= LEAST_CANDIDATES
+    if large and explain_all:
         return "every worker of a large pool is explained"
-    if not (small or pool.groups):
+    if large and not pool.groups:
         return "too many workers are left out"
     if pool.sources or pool.stores:
         return "what workers read from elsewhere depends on what all of them hold"
-    if any(example.endpoint.marks for _, example in _kind_rows(pool)):
+    if pool.kind_rows.have_marks:
         return "marks are looked up separately"
     if len(pool.block_shapes) > MOST_LOOKED_UP_CHAINS:
         return "the workers' blocks have too many shapes for one call"
@@ -169,7 +160,7 @@ def why_not_looked_up(prompt: Prompt, pool: Pool, *, explain_all: bool = False) 
     if blocks > MOST_LOOKED_UP:
         return "the prompt is too long for one call"
     too_many = len(pool.kind_rows.rows) > MOST_LIKENESSES or pool.kind_rows.odd_bytes > MOST_ODD_BYTES
-    return "there are too many kinds of workers" if too_many and not small else ""
+    return "there are too many kinds of workers" if too_many else ""
 
 
 @lru_cache(maxsize=16_384)

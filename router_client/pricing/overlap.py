@@ -120,8 +120,8 @@ _tiers = cache(tiers_of)  # at most 256 flags bytes, read for each worker of eac
 class PromptLookup:
     """The part of a prompt that each of a pool's workers holds; workers that hold nothing are absent.
 
-    `fingerprint` identifies the prompt's start, equally on every router. `chains`: block size -> chain, as far as hashed.
-    `source`: see `Overlap`.
+    `fingerprint` identifies the prompt's start, in the same way on every router. `chains`: block size -> chain, as far as
+    hashed. `source`: see `Overlap`.
     """
 
     held: Mapping[str, HeldPrefix]
@@ -247,7 +247,7 @@ def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
-    """Turn (length in steps, flags) into runs in tokens; neighbours in equal tiers become one."""
+    """Turn (length in steps, flags) into runs in tokens; adjacent ones in the same tiers become one."""
     if len(found) == 1:
         ((length, flags),) = found
         return (Run(length * step_tokens, _tiers(flags)),)

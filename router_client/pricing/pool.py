@@ -175,11 +175,11 @@ class Pool:
         return {one.id for some in (self.candidates, self.prefillers, self.decoders) for one in some}
 
     def fits_everywhere(self, tokens: int) -> bool:
-        """True if no worker's cache is known to be too small for a prompt of so many tokens."""
+        """True if no worker's cache is known to be too small for a prompt of this many tokens."""
         return not 0 < self.least_cache_tokens < tokens
 
     def serving_prompts_of(self, tokens: int) -> Set[str]:
-        """Those of `serving` whose caches can hold a prompt of so many tokens, or are of unknown size."""
+        """Those of `serving` whose caches can hold a prompt of this many tokens, or are of unknown size."""
         if self.fits_everywhere(tokens):
             return self.serving
         some = (self.candidates, self.prefillers, self.decoders)

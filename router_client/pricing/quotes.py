@@ -206,8 +206,8 @@ class Quote(NamedTuple):
 
 
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
-    """A worker's weight for a prompt; the highest wins if costs tie. So equal prompts go to the same worker, and different ones
-    spread."""
+    """A worker's weight for a prompt; the highest wins if costs tie. So identical prompts go to the same worker, and
+    different ones spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 
@@ -242,7 +242,8 @@ def with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> 
 
 
 def shortlist(quotes: Sequence[Quote], kept: str | None = None, most: int = MOST_OFFERS) -> Sequence[Quote]:
-    """The cheapest without load, at most as many as one ask may name, in their order; with the worker `kept`."""
+    """The quotes that are cheapest without load, in their order, at most as many as one ask may name; the worker `kept` is
+    among them."""
     if len(quotes) <= most:
         return quotes
     return [quotes[i] for i in cheapest(quotes, most, kept)]

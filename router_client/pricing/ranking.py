@@ -13,6 +13,7 @@ from kvatlas.request import DEFAULT_SLO, SelectionResult, Slo
 from kvatlas.reservations import OfferEvaluation
 from kvatlas.reservations.evaluation import interference_us, left_us, worth_us
 from kvatlas.reservations.room_and_slo import NO_ROOM, NOTHING, Over, level
+from router_client.pricing.lookups import MemberQuotes
 from router_client.pricing.overlap import HeldPrefix
 from router_client.pricing.pool import Pool
 from router_client.pricing.quote_desk import quote_candidates
@@ -96,7 +97,11 @@ class RankedResults(Sequence[SelectionResult]):
         """The load that a worker was priced with; None for a worker that is not a candidate."""
         if self._first is not None and self._first.worker_id == worker_id and self._first.plan is not None:
             return self._first.plan.load
-        return next((self._by_offer[i].load for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
+        if isinstance(self._quotes, MemberQuotes):
+            number = self._quotes.number_of(worker_id)
+        else:
+            number = next((i for i, quote in enumerate(self._quotes) if quote.id == worker_id), None)
+        return None if number is None else self._by_offer[number].load
 
     def _price_all(self) -> tuple[SelectionResult, ...]:
         if self._all is None:

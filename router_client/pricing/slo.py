@@ -47,7 +47,7 @@ def decode_us(prompt: Prompt, quote: Quote) -> float:
 
 class Advice(StrEnum):
     """Advice for a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold the request
-    back, or send it and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favour of
+    back, or send it and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favor of
     others."""
 
     GO = "go"

@@ -1,7 +1,7 @@
 """Surcharges on costs, so that sessions keep their worker, and so that the cheapest worker is not always chosen.
 
 Both are stateless and computed from what every router knows, so all routers add the same, even right after a start. They
-are never negative, and zero for the favoured worker, whose cost stays the expected one.
+are never negative, and zero for the favored worker, whose cost stays the expected one.
 
 - **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker
   (rendezvous hashing): if a worker leaves, only its own sessions move. All other workers cost `session_us` more.

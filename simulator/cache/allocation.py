@@ -13,7 +13,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 
 class Priority(IntEnum):
-    """Decides which sequence gives way when blocks run out: the lowest priority first, and among equals the youngest."""
+    """The order of `KVCache.preemption_order`: the lowest priority first, and among equals the youngest."""
 
     LOW = 0
     NORMAL = 1

@@ -29,7 +29,7 @@ class Namespace:
 
 
 class BlockHasher(Protocol):
-    """Hashes a full block. Equal arguments give equal hashes; unequal ones may collide."""
+    """Hashes a full block. The same arguments give the same hash; different ones may collide."""
 
     def __call__(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> int: ...
 

@@ -44,8 +44,8 @@ class Block:
 class BlockPool:
     """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference.
 
-    Memory is reserved for `initial_blocks` (None: all) from the start, and for more when they are needed. With `pooling` a free
-    block's memory stays reserved for the next one; without it is given back.
+    Memory is reserved for `initial_blocks` (None: all) from the start, and for more when they are needed. With `pooling`, a
+    free block's memory stays reserved for the next one; without it, the memory is returned.
     """
 
     def __init__(self, num_blocks: int, initial_blocks: int | None = None, *, pooling: bool = True) -> None:

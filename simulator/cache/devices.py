@@ -105,7 +105,7 @@ class DeviceCaches:
         return SequenceMove(sequence_id, source, device, target.handle_stats(sequence_id).blocks)
 
     def rebalance(self) -> tuple[SequenceMove, ...]:
-        """Move sequences from the fullest device to the emptiest, while that lowers the fuller one of both.
+        """Move sequences from the fullest device to the emptiest, while that lowers the fuller of the two.
 
         Sequences that would be preempted first are moved first. Swapped-out sequences stay.
         """

@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
     """Orders the candidates. It never sees a block that a sequence holds, or that a cached block continues."""
 
     def key(self, use: BlockUse) -> EvictionKey:
-        """A candidate's place in the queue, lowest first. Equal uses have equal keys, and all keys are comparable."""
+        """A candidate's place in the queue, lowest first. The same use gives the same key, and all keys are comparable."""
         ...
 
 

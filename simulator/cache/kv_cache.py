@@ -47,8 +47,8 @@ class KVCache:
 
     Deliberate differences:
 
-    - Live sequences are never evicted. If too few blocks are available, the call raises InsufficientBlocks, and its caller,
-      the engine, preempts: `preemption_order` gives the order, `swap_out` or `free` does it. The eviction policy orders
+    - Live sequences are never evicted. If too few blocks are available, the call raises InsufficientBlocks, and its caller
+      preempts with `swap_out` or `free`, in its own order or in that of `preemption_order`. The eviction policy orders
       cached blocks that no sequence holds.
     - A freed sequence's full blocks stay cached until their room is needed, or until `gc`.
     - KV is not compressed: that would need a tensor library, and there are no tensors here.
@@ -241,7 +241,8 @@ class KVCache:
         blocks: int | None = None,
         priority: Priority | None = None,
     ) -> CacheHandle:
-        """Begin a sequence that shares the first `blocks` blocks of another; None: all, and its priority.
+        """Begin a sequence that shares the first `blocks` blocks of another (None: all), with its priority unless one is
+        given.
 
         A partial last block is shared too, until either sequence writes to it.
         """

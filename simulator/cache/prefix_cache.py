@@ -180,7 +180,8 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def limit_prefixes(self) -> None:
-        """Drop prefixes until they are as many as the settings allow. Costs a walk over all prefixes for each one dropped."""
+        """Drop prefixes until no more are left than the settings allow. Costs a walk over all prefixes for each one
+        dropped."""
         limit = self.settings.max_prefixes
         while limit is not None and len(self._tree.leaves) > limit:
             droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]

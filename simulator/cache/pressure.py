@@ -21,7 +21,7 @@ class MemoryPressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PressureThresholds:
-    """The utilisation (0..1) from which each level applies; below `medium` it is low."""
+    """The utilization (0..1) from which each level applies; below `medium`, it is low."""
 
     medium: float = 0.6
     high: float = 0.8
@@ -34,7 +34,7 @@ class PressureThresholds:
             )
 
     def level(self, utilisation: float) -> MemoryPressure:
-        """The level at a utilisation of 0..1."""
+        """The level at a utilization of 0..1."""
         return MemoryPressure(
             (utilisation >= self.medium) + (utilisation >= self.high) + (utilisation >= self.critical)
         )

@@ -96,7 +96,7 @@ async def _run_session(
 
 
 async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[Outcome, Sequence[int]]:
-    """Send one turn, again after every refusal. Returns the outcome and the answer's tokens."""
+    """Send one turn, and repeat it after every refusal. Returns the outcome and the answer's tokens."""
     refused = 0
     began = perf_counter()
     while not isinstance(answer := await _post_completion(client, turn, model), _Answer):
@@ -117,7 +117,7 @@ async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[O
 
 
 async def _post_completion(client: httpx.AsyncClient, turn: Turn, model: str) -> _Answer | float:
-    """The answer or, if every engine is full, the number of seconds until the next try."""
+    """The answer or, if every engine is full, the number of seconds until the next attempt."""
     body = {
         "model": turn.adapter or model,
         "prompt": turn.prompt,

@@ -192,7 +192,7 @@ class Scheduler:
         return batch
 
     def _continue_running(self, batch: Batch, budget: int) -> int:
-        """Schedule running sequences; preempt the youngest while blocks are lacking. Returns the remaining budget."""
+        """Schedule running sequences; preempt the youngest while there are too few blocks. Returns the remaining budget."""
         index = 0
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]

@@ -15,7 +15,7 @@ class StepCost:
     """The time to read the KV of one token of a decoding sequence."""
     swap_in_us_per_block: float = 55.0
     attention_us_per_token_pair: float = 0.0
-    """For each pair of a prompt token that is computed and a token before it: attention grows with the square."""
+    """For each pair of a prompt token that is computed and a token before it: attention grows quadratically."""
     overhead_us: float = 0.0
     """Once for each step, whatever it computes: scheduling and kernel launches."""
 

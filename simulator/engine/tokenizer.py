@@ -1,7 +1,7 @@
 """Text for an engine without a model: a byte tokenizer, and synthetic output tokens.
 
 A text's token ids are its UTF-8 bytes, 0 to 255. Generated ids are 256 and above and decode to ` t<id>`, so prompts and
-answers can't be confused. `TextAnswer` is the exception: its tokens are letters, as in a text.
+answers can't be confused. `TextAnswer` is the exception: its tokens are characters, like those of a text.
 """
 
 import struct
@@ -36,7 +36,7 @@ class Answer(Protocol):
 
 
 class AnswerTokens:
-    """The endless answer to one prompt: pseudo-random, and equal on every engine that serves the same model.
+    """The endless answer to one prompt: pseudo-random, and the same on every engine that serves the same model.
 
     It depends only on model, adapter, prompt tokens and choice, so runs of one workload are comparable under any routing.
     """
@@ -54,8 +54,9 @@ _LETTERS = b'etaoinshrdlucmfwypvbgk,.\n"\\' + 5 * b" "
 
 
 class TextAnswer:
-    """An endless answer in text, whose next letter depends on its seed and on all text before it: the prompt's and its own. So
-    another engine that gets the prompt and a part of the answer, as token ids or as text, goes on with the same text."""
+    """An endless answer in text, whose next character depends on its seed and on all text before it: the prompt's and its
+    own. So another engine that gets the prompt and a part of the answer, as token ids or as text, continues with the same
+    text."""
 
     def __init__(self, model: str, prompt: Sequence[int], seed: int) -> None:
         self._text = xxhash.xxh3_64(f"{model}\0{seed}\0".encode())

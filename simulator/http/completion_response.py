@@ -40,7 +40,7 @@ class CompletionResponse(Response):
     object_name = "text_completion"
     chunk_object_name = "text_completion"
     gives_prompt_ids_in_choice = True
-    """In streams. Chats give them with the role."""
+    """True if streams send the prompt's ids in a choice; chats send them with the role."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Answer:
         return all(self.finish_reasons)
 
     def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
-        """`tokens`: of one choice so far; default: all that the answer has."""
+        """`tokens`: of one choice so far; default: those of the whole answer."""
         prompt = len(self.request.prompt)
         completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {

@@ -140,7 +140,7 @@ class _Generation(_Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer; no answer has them."""
+        """Texts that end an answer; no answer contains them."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 

@@ -28,7 +28,7 @@ class CacheLayout:
     retention_interval: int = 0
 
     def __str__(self) -> str:
-        """The groups as in flags."""
+        """The groups in the form of flags."""
         return ",".join(map(str, self.groups))
 
     @property

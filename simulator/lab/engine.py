@@ -31,7 +31,7 @@ from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class EngineRequest:
-    """A request in one engine. Times are virtual microseconds; `cached_tokens` None: never scheduled yet."""
+    """A request in one engine. Times are virtual microseconds; `cached_tokens` None: not scheduled yet."""
 
     __slots__ = (
         "cached_tokens",
@@ -285,7 +285,7 @@ class VirtualEngine:
                 due.append(sequence)
         for sequence in due:  # in the order of admission
             if sequence.change_at != step:
-                continue  # it was preempted in favour of an older one
+                continue  # it was preempted in favor of an older one
             computed = self._computed(sequence)
             if self._write(sequence, computed, computed + 1):
                 self._plan_change(sequence, computed + 1, step)
@@ -344,8 +344,8 @@ class VirtualEngine:
         self.prefilled_tokens += new
 
     def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
-        """Write tokens to the cache; preempt the youngest running sequence while blocks are lacking. False if this one was
-        preempted."""
+        """Write tokens to the cache; preempt the youngest running sequence while there are too few blocks. False if this one
+        was preempted."""
         start, end = written_tokens(computed, self.block_tokens), written_tokens(until, self.block_tokens)
         while not self.cache.can_extend(sequence.sequence_id, end - start):
             victim = self.running.pop()

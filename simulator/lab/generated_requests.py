@@ -1,5 +1,5 @@
-"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. Equal seeds give equal
-requests.
+"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. The same seed gives the
+same requests.
 
 All arrivals are fixed in advance: a turn follows the previous one as if that had been answered at a usual speed. So every
 policy gets the same requests at the same times.
@@ -94,7 +94,7 @@ class Generator:
         return whole, at_s + answer[1] * ANSWER_S_PER_TOKEN
 
     def heavy_tailed(self, least: int, most: int) -> tuple[int, int]:
-        """A unique part whose length has a heavy tail: Pareto with exponent 1.1, cut at `most`."""
+        """A unique part whose length has a heavy tail: Pareto with exponent 1.1, capped at `most`."""
         return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
 
     def popular(self, things: int, skew: float = 1.0) -> int:
@@ -184,7 +184,7 @@ def _tails(made: Generator) -> None:
 
 
 def _bursts(made: Generator) -> None:
-    """Generate bursts: 20 to 60 questions within half a second on a prefix that nobody has sent before."""
+    """Generate bursts: 20 to 60 questions within half a second on a prefix that no earlier request has."""
     while len(made.requests) < made.wanted:
         _, begins_s = made.session()
         shared = Text((made.part(3_000, 10_000),))
@@ -204,7 +204,7 @@ def _thought(made: Generator) -> None:
 
 
 def _giants(made: Generator) -> None:
-    """Generate chats, and among them prompts of 40,000 to 100,000 tokens that nobody has sent before: one in 40."""
+    """Generate chats; one request in 40 has a prompt of 40,000 to 100,000 tokens that no earlier one has."""
     prompts = [made.part(500, 4_000) for _ in range(20)]
     giants = 0
     while len(made.requests) < made.wanted:

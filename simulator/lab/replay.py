@@ -1,4 +1,5 @@
-"""One replay: a workload against a fleet of virtual engines, routed by one policy. Equal arguments give equal outcomes."""
+"""One replay: a workload against a fleet of virtual engines, routed by one policy. The same arguments give the same
+outcome."""
 
 import math
 import random
@@ -32,7 +33,7 @@ START_US = 1e6
 class Outage:
     """An engine takes no new requests from `begins` on, ends at `stops`, and is back with an empty cache at `ends`. Requests
     that are open when it stops are sent again. Times are shares of the time in which requests arrive. `engine` None: the one
-    that has the most open requests when the outage begins; a fixed one would favour a policy that happens to leave it
+    that has the most open requests when the outage begins; a fixed one would favor a policy that happens to leave it
     idle."""
 
     engine: int | None
@@ -121,7 +122,8 @@ def replay(
 
 def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
     """When each request arrives, in order. Each session is late by up to SHIFT_US, or by the trace's clock resolution if
-    that is larger. So seeds differ in what coincides, as days do, while a session's own requests keep their distances."""
+    that is larger. So seeds differ in which requests coincide, as days do, while a session's own requests keep their
+    spacing."""
     rng = random.Random(f"arrivals {seed}")
     most_us, shifts = max(SHIFT_US, workload.quantum_us), dict[int, float]()
     drawn = []
@@ -134,8 +136,8 @@ def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[flo
 def build_engines(
     settings: FleetSettings, block_tokens: int, cost: StepCost | None = None, *, equal_seeds: bool = False
 ) -> list[VirtualEngine]:
-    """The fleet's engines, with empty caches. `cost`: overrides the settings'. `equal_seeds`: equal blocks have equal
-    hashes on all engines, as with PYTHONHASHSEED. Raises InvalidValue if the trace's blocks don't fit the layout."""
+    """The fleet's engines, with empty caches. `cost`: overrides the settings'. `equal_seeds`: the same block has the same
+    hash on all engines, as with PYTHONHASHSEED. Raises InvalidValue if the trace's blocks don't fit the layout."""
     layout, blocks = settings.layout.scaled(block_tokens), max(1, settings.cache_tokens // block_tokens)
     return [
         VirtualEngine(

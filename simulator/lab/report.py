@@ -87,7 +87,7 @@ def _row(one: Summary) -> tuple[str, ...]:
 
 
 def to_jsonable(study: Study, cells: Sequence[Cell]) -> dict[str, Any]:
-    """All results and the conditions. Equal studies give equal documents."""
+    """All results and the conditions. The same study gives the same document."""
     return {
         **_made_by(study),
         "results": [{**cell.point._asdict(), **cell.summary.to_jsonable()} for cell in cells],

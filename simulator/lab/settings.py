@@ -60,7 +60,7 @@ class ReplaySettings(ProcessSettings):
         default=0,
         description="Hybrids: sliding windows and mamba also keep what a request needs at multiples of this many tokens.",
     )
-    speed: _Factors = Field(default=(1.0,), description="How many times as fast as in the trace requests arrive.")
+    speed: _Factors = Field(default=(1.0,), description="Requests arrive this many times as fast as in the trace.")
     event_delay_ms: _Delays = Field(default=(5.0,), description="Time from an engine's step to the index.")
     event_loss: _Shares = Field(default=(0.0,), description="Fraction of the publishers' messages that are lost.")
     seeds: int = Field(default=3, ge=1, le=100, description="Replays of each policy, with different seeds.")

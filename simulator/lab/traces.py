@@ -106,8 +106,8 @@ class _TraceBuilder:
         self._own = count(CONTENT_IDS)
         self._content_ids: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
-        """Sessions by the last full block of the first prompt that had it: a prompt that contains it continues that
-        session."""
+        """Sessions by the last full block of the prompt that first had it: a later prompt that contains this block continues
+        the session."""
         self._seen: set[int] = set()
 
     @property

@@ -189,8 +189,13 @@ def said(raw: bytes) -> dict[str, Any]:
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
     named = ("id", "request_id", "object", "created", "model")
-    heads = {(one["choices"][0]["index"], *map(one.get, named)) for one in events if one["choices"]}
-    assert len(heads) == len({one["index"] for one in choices})
+    several = len({one["index"] for one in choices})
+    heads = {
+        (one["choices"][0]["index"], *map(one.get, named))
+        for one in events
+        if one["choices"] and not (several > 1 and one["choices"][0]["finish_reason"])
+    }  # SGLang ends each choice with the id of the one that had the last token
+    assert len(heads) == several
     return {
         "text": "".join(texts),
         "reasoning": "".join(

@@ -27,7 +27,7 @@ def test_a_key_says_the_block_where_it_can() -> None:
     assert said_sequence_hash(own) == 0xFEDCBA9876543210
     first = BlockKey(EXTERNAL, "session-9", "turn-1", 0, 64)
     assert said_sequence_hash(first).to_bytes(8, "little") == external_chain(["turn-1"], "session-9")
-    with pytest.raises(InvalidValue, match="'turn-2' behind 'turn-1': only publishers know which it is"):
+    with pytest.raises(InvalidValue, match="'turn-2' after 'turn-1': only publishers know which it is"):
         said_sequence_hash(BlockKey(EXTERNAL, "turn-1", "turn-2", 1, 64))
     with pytest.raises(InvalidValue, match="expected 16 hex digits"):
         said_sequence_hash(BlockKey(SCOPE, "root", "turn-1", 0, 64))

@@ -11,7 +11,7 @@ CONCEPTS, CACHE = Path("docs/concepts.md"), Path("docs/cache-manager.md")
 DIFFERENCES = [
     ("a residency's key", CONCEPTS, "scope and sequence hash replace the key"),
     ("a residency's bytes", CONCEPTS, "one size for each worker, scope and tier"),
-    ("a residency's last access and reference count", CONCEPTS, "no last access and no references"),
+    ("a residency's last access and reference count", CONCEPTS, "Last access and references are not kept"),
     ("an empty tenant", CONCEPTS, "an empty one is refused"),
     ("LMCache as a kind of engine", CONCEPTS, "LMCache is not a kind"),
     ("blocks of groups above 0", CONCEPTS, "Groups above 0 are not published"),

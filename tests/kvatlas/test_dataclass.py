@@ -1,8 +1,11 @@
 """Values that each request makes are compared, hashed and replaced like the standard library's frozen dataclasses."""
 
-from dataclasses import field, replace
+import dataclasses
+from dataclasses import field
 
-from kvatlas.dataclass import dataclass
+import pytest
+
+from kvatlas.dataclass import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,13 @@ class Thing:
 def test_equal_values_are_one_key() -> None:
     assert {Point(1): "a"}[Point(1, note="of no account")] == "a"
     assert Point(1, 2) != Point(1, 3) and replace(Point(1, 2), y=3) == Point(1, 3)
+
+
+def test_a_value_is_replaced_as_by_the_standard_library() -> None:
+    made = replace(Point(1, 2, "note"), y=3)
+    assert (made, made.note) == (dataclasses.replace(Point(1, 2), y=3), "note")
+    with pytest.raises(TypeError, match="z"):
+        replace(made, z=1)  # type: ignore[call-arg]
 
 
 def test_things_that_are_not_compared_are_keys_by_themselves() -> None:

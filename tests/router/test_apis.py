@@ -106,7 +106,7 @@ async def test_session_headers_that_are_off_or_no_names_do_not_count(
             headers = {"x-claude-code-session-id": session}
             chosen.append(decision(await client.post(Api.MESSAGES, json=asked, headers=headers))[0])
         assert chosen != [session_worker(session, list(ENGINES)) for session in sessions]
-        assert (await status(client))["ejections"]["bad"] == 0
+        assert (await status(client))["outliers"]["bad"] == 0
 
 
 def _events(text: str) -> list[str]:

@@ -91,7 +91,7 @@ async def test_any_router_ends_what_another_one_booked(store: Store, valkey_url:
         for wrong in (ids[0], ids[0][:-2], "a", "", "=", "ÿ"):
             assert (await other.post("/kvatlas/done", json={"id": wrong})).json() == {"known": False}
         counted = (await other.get("/status")).json()
-        assert counted["proxy"]["done_elsewhere"] == 2 and counted["ejections"]["bad"] == 1
+        assert counted["proxy"]["done_elsewhere"] == 2 and counted["outliers"]["bad"] == 1
 
         async def is_forgotten() -> bool:
             return bool((await one.get("/status")).json()["held"] == 0)

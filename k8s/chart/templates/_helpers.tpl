@@ -1,4 +1,4 @@
-{{- /* What names begin with: the release's name, if it has the chart's in it. */}}
+{{- /* The prefix of names: the release's name, if it contains the chart's. */}}
 {{- define "kvatlas.fullname" -}}
 {{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
 {{- else }}
@@ -19,7 +19,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{- /* Of an object: (list . name labels annotations). A nil name is left out. */}}
+{{- /* An object's metadata: (list . name labels annotations). A nil name is left out. */}}
 {{- define "kvatlas.metadata" -}}
 {{- $root := index . 0 -}}
 name: {{ index . 1 }}
@@ -62,7 +62,7 @@ imagePullSecrets:
 {{- $account.name | default ($account.create | ternary $name "default") }}
 {{- end }}
 
-{{- /* What a pod's spec says in every chart: (list . name values). */}}
+{{- /* The part of a pod's spec that is the same for every Deployment: (list . name values). */}}
 {{- define "kvatlas.pod" -}}
 {{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $values := index . 2 -}}
 {{- include "kvatlas.pullSecrets" $root }}
@@ -105,8 +105,8 @@ initContainers:
 {{- end }}
 {{- end }}
 
-{{- /* Of a container: (list values kind handlers), a handler each of startup, liveness and readiness. A container that waits for
-its servers, for up to a day, is left alone. */}}
+{{- /* A container's probes: (list values kind handlers), with a handler each for startup, liveness and readiness. A container may
+wait for its servers for up to a day. */}}
 {{- define "kvatlas.probes" -}}
 {{- $values := index . 0 -}}{{- $kind := index . 1 -}}{{- $handlers := index . 2 -}}
 {{- $times := dict "startup" (dict "periodSeconds" 2 "failureThreshold" 43200) "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) "readiness" (dict "periodSeconds" 5 "timeoutSeconds" 2) -}}
@@ -156,7 +156,7 @@ list of {name, secret, optional, keys, variables} as YAML. */}}
 {{- end }}
 {{- end }}
 
-{{- /* Of a container: env of (list . role values), without the key itself. */}}
+{{- /* A container's environment: (list . role values) -> the variables, without the key `env`. */}}
 {{- define "kvatlas.env" -}}
 {{- $values := index . 2 }}
 {{- range include "kvatlas.files" . | fromYamlArray }}
@@ -230,7 +230,7 @@ list of {name, secret, optional, keys, variables} as YAML. */}}
 {{- end }}
 {{- end }}
 
-{{- /* Beside a Deployment: (list . name values). */}}
+{{- /* The objects beside a Deployment: (list . name values). */}}
 {{- define "kvatlas.companions" -}}
 {{- $root := index . 0 -}}{{- $name := index . 1 -}}{{- $values := index . 2 -}}
 {{- if $values.podDisruptionBudget.enabled }}
@@ -276,7 +276,7 @@ clusterIP: {{ . }}
 {{- end }}
 {{- end }}
 
-{{- /* Each pool's values as a list: the gateway's own, with what each of gateway.pools says instead. */}}
+{{- /* Each pool's values as a list: the gateway's own, overridden by each of gateway.pools. */}}
 {{- define "kvatlas.pools" -}}
 {{- $full := include "kvatlas.fullname" . -}}
 {{- $common := mergeOverwrite (deepCopy .Values.workloads) (omit .Values.gateway "pools") (dict "kind" "epp") -}}

@@ -1,5 +1,5 @@
--- beat: lets a member, which is an indexer process, live for `ttl ms` from now on. Removes expired members. A member that would
--- live longer than this one dates from before the store's clock went back, and is shortened to the same time.
+-- beat: lets a member, an indexer process, expire `ttl ms` from now. Removes expired members. A member that would expire later
+-- than this one dates from before the store's clock went back, and is shortened to the same time.
 --
 -- KEYS 1 members   HASH  member id -> expiry ms
 -- ARGV 1 member id

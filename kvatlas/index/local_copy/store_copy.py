@@ -109,7 +109,7 @@ def _holders(records: Mapping[str, StoredRecord]) -> dict[str, tuple[bytes, byte
 
 
 def record_of(stored: StoredRecord) -> Record:
-    """A worker's fence as the memory index has it. It is not bad yet: that depends on the copy's content."""
+    """A worker's fence in the memory index's form. It is not bad yet: that depends on the copy's content."""
     return Record(
         partition=stored.partition,
         incarnation=unpack_incarnation(stored.incarnation),

@@ -53,7 +53,7 @@ class StreamFeed:
         *,
         probe_s: float,
     ) -> None:
-        """`probe_s`: pause between two questions about the consumer's progress."""
+        """`probe_s`: pause between two queries of the consumer's progress."""
         self.current_s = float("-inf")
         """Everything in the stream at this time of the monotonic clock is applied."""
         self._client = client

@@ -1,4 +1,4 @@
-"""The residency index in process memory: the reference model, and the index of routers that share none."""
+"""The residency index in process memory: the reference model, and the index of a router that shares none."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from time import monotonic

@@ -1,4 +1,4 @@
-"""One shard's marks in the memory index. A model of `redis/functions/_marks.lua` and `_resume.lua`."""
+"""One shard's marks in the memory index. A model of `redis/functions/_marks.lua` and `_mark_lookup.lua`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -181,7 +181,7 @@ def _sample(packed_hashes: bytes) -> bytes:
 
 class ApplyAnswer(NamedTuple):
     """`weights`: the cost of a block in each scope, relative to a block with a short value. `records=None`: nothing was
-    applied, because by these weights the call is too large and must be cut smaller."""
+    applied, because by these weights the call is too large and must be cut into smaller ones."""
 
     weights: Sequence[float]
     records: list[WorkerRecord] | None

@@ -397,7 +397,8 @@ class RedisIndex(DirectWrites):
         return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
 
     async def _count_blocks(self, reader: ShardReader, partitions: Collection[int] | None) -> list[tuple[str, int]]:
-        """(worker, blocks by its digest) for every worker of these partitions with an active holder."""
+        """(worker, number of its blocks according to its digest) for every worker of these partitions with an active
+        holder."""
         active = {
             worker_id: record.active
             for worker_id, record in (await reader.records()).items()

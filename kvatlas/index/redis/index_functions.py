@@ -10,7 +10,7 @@ from kvatlas.store.function_library import FunctionLibrary
 INDEX_LIBRARY = FunctionLibrary(
     "kvatlas_index",
     Path(__file__).parent / "functions",
-    ("_register", "_slot", "_holders", "_blocks", "_marks", "_resume", "_fence", "_apply", "_worker_state"),
+    ("_register", "_slot", "_holders", "_blocks", "_marks", "_mark_lookup", "_fence", "_apply", "_worker_state"),
 )
 
 

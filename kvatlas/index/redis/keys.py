@@ -114,7 +114,7 @@ class ShardKeys:
         return self._key(f"parents:{scope_id.hex()}")
 
     def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
-        """Every key of a shard that has blocks of these scopes, and pins of these holders."""
+        """Every key of a shard, if it has blocks of these scopes and pins of these holders."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
         names += (self.partitions, self.steps, self.held, self.moments, self.spent, self.meta, self.marked, self.pinned)
         names += map(self.pinned_by, pinned_by)

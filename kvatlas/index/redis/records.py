@@ -138,7 +138,7 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, BlockSizes]:
 
 
 def pack_sizes(sizes: BlockSizes) -> bytes:
-    """What follows the scope id in each of a scope's entries in `touched`, the device tier's first."""
+    """The bytes that follow the scope id in each of a scope's entries in `touched`, for the device tier first."""
     by_tier = [(Tier.HBM, sizes.block_bytes), *sizes.tier_bytes]
     return b"".join(pack(_SIZES, tier * _SIZE_LIMIT + sizes.block_size, block_bytes) for tier, block_bytes in by_tier)
 
@@ -159,17 +159,6 @@ def unpack_digest(packed: bytes | None) -> list[int]:
         words = None
     good = isinstance(words, list) and len(words) == WORDS and all(type(word) is int for word in words)
     return words if good else [1] + [0] * (WORDS - 1)
-
-
-class StoredMarks(NamedTuple):
-    """The stored value of a holder with marks. `words`: `MarkDigest.words`."""
-
-    dropped: int
-    words: list[int]
-
-
-def unpack_marks(packed: bytes) -> StoredMarks:
-    return StoredMarks(packed[0], msgpack.unpackb(packed[1:]))
 
 
 def unpack_reach(packed: bytes) -> dict[int, int]:

@@ -20,7 +20,8 @@ from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 CALL_COST = 350
-"""Limit of a call's work (`functions/scrub.lua`): three microseconds of the store per unit, whatever the values are."""
+"""Limit of a call's work (`functions/scrub.lua`): three microseconds of the store's time per unit, whatever the values
+are."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16

@@ -26,7 +26,7 @@ REMEMBERED_S = 300.0
 """Time for which this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
-"""As `MOST_WORDS` in scope.lua allows."""
+"""The most that `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
 """Names of forgotten scopes that are kept for `usage`."""
 
@@ -65,7 +65,7 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write everything that this process registered recently once more, because the store may have lost it."""
+        """Write everything that this process registered recently again, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property
@@ -100,7 +100,7 @@ class ScopeRegistry:
         return scope
 
     async def known(self, scope_ids: Collection[bytes]) -> dict[bytes, Scope]:
-        """Those of these scopes whose names are known, forgotten ones among them. Raises Unreachable."""
+        """The scopes among these whose names are known, including forgotten ones. Raises Unreachable."""
         texts: dict[bytes, bytes] = {}
         for key in (SCOPES, USAGE_SCOPES):
             missing = [scope_id for scope_id in scope_ids if scope_id not in texts]

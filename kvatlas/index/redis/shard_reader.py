@@ -15,7 +15,6 @@ from kvatlas.index.redis.records import (
     StoredRecord,
     held_field,
     unpack_digest,
-    unpack_marks,
     unpack_names,
     unpack_position,
     unpack_touched,
@@ -87,7 +86,7 @@ class ShardReader:
     async def dropped(self) -> dict[bytes, int]:
         """For each holder with marks, the number of blocks by which a position lies before its mark."""
         found = await read_hash(self._store, self.keys.marked)
-        return {holder: unpack_marks(packed).dropped for holder, packed in found.items()}
+        return {holder: next(iter(packed), 0) for holder, packed in found.items()}
 
     async def marks(self, scope_id: bytes, hashes: bytes) -> dict[bytes, bytes]:
         """The values of the marked blocks among these packed hashes."""
@@ -174,8 +173,8 @@ class ShardReader:
 
 
 async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
-    """A HASH of any size, some fields per call, so that no call takes long. It has every field that exists throughout.
-    Raises Unreachable."""
+    """Read a HASH of any size, some fields per call, so that no call takes long. The result has every field that exists
+    throughout. Raises Unreachable."""
     found: dict[bytes, bytes] = {}
     cursor = -1
     while cursor:

@@ -64,7 +64,7 @@ class _Statements:
 _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in _TABLES.items()}
 
 CHECKPOINT_BYTES = 4 << 20
-"""A log of this size is copied into the database."""
+"""A log that reaches this size is copied into the database."""
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 """Header sizes of SQLite's write-ahead log and of each page in it. A page's header begins with its number, in 4 bytes."""
 

@@ -28,10 +28,10 @@
 -- worker: fifteen big-endian doubles, which are read ten times as fast as cmsgpack, then its incarnation as text. The doubles:
 -- us of its load sample (0: none), us up to which bookings are in that sample, queued tokens, running requests, waiting
 -- requests, KV tokens; the sums over the bookings that are not in the sample: queued tokens, running requests, KV tokens;
--- predicted steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), is its sample believed
--- (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation; reservations and
--- predictions of an earlier one count for nothing, whether they are already removed or not.
--- reservation: worker ('': the booking was cancelled before it came), owner, booked us, queued tokens, KV tokens, prefilling
+-- predicted steps; request slots, KV tokens of its cache (0: unknown), number of its group (0: none), whether its sample is
+-- believed (1 or 0), number of its generation. A worker that was forgotten and comes back begins another generation;
+-- reservations and predictions of an earlier one don't count, even before they are removed.
+-- reservation: worker ('': the booking was cancelled before it arrived), owner, booked us, queued tokens, KV tokens, prefilling
 -- (1 or 0), generation of its worker.
 -- prediction: worker, us at which it is ready, was last used, ends; us for which it is believed once it is ready; number of its
 -- first step; capacity of its worker in steps (0: the worker's events will confirm it); packed hashes of its steps; generation
@@ -61,7 +61,7 @@ local PREDICTION_FORM = {
 local OUTCOME = { finished = 'finished', failed = 'failed', broken = 'broken', called_off = 'called_off' } -- of a reservation
 local WORKER, LOADS = '>ddddddddddddddd', '>ddddddddd' -- all numbers of a worker, and those that say how busy it is
 local ID_BYTES, HASH_BYTES = 16, 8
-local CHUNK = 3500 -- unpack fails from 8,000 values up
+local CHUNK = 3500 -- unpack fails with 8,000 values
 local CLOCK_SLACK_US = 1000000
 local STALE_US = 5000000 -- an older load sample is ignored
 local UNUSED_MS = 3600000

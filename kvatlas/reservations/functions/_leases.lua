@@ -10,8 +10,8 @@ local function end_lease(keys, router)
   redis.call('ZREM', keys[DEADLINES], 'l' .. router)
 end
 
--- Renews a router's lease, or begins one. Returns the owner of its reservations, and whether there was a lease that was not
--- over.
+-- Renews a router's lease, or begins one. Returns the owner of its reservations, and whether it had a lease that had
+-- not expired.
 local function renew_lease(keys, router, lease_us, now)
   local ends, number = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router), redis.call('HGET', keys[ROUTERS], router)
   local lived = ends and tonumber(ends) > now and number

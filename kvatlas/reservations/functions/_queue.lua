@@ -136,7 +136,7 @@ local function count_tenant(keys, tenant, requests, tokens, weight)
   add_to_queue(keys, 'weights', weight - had_weight)
 end
 
--- Is a request within the limits, or within its tenant's share of them?
+-- Returns whether a request is within the limits, or within its tenant's share of them.
 local function may_wait(keys, row)
   local requests, tokens = queue_sizes(keys)
   if requests < row.most_requests and (requests == 0 or tokens + row.tokens <= row.most_tokens) then

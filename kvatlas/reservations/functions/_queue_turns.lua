@@ -147,7 +147,8 @@ local function first_of_lanes(look, wide)
   return items
 end
 
--- May a request of a lane go to a worker that the lanes before leave to it? `own`: its lane's first request is among these.
+-- Returns whether a request of a lane may go to a worker that the lanes before leave to it. `own`: its lane's first request is
+-- among these.
 local function has_free_worker(workers, taken, own)
   for _, worker in ipairs(workers) do
     if (taken[worker] or 0) == (own and 1 or 0) then

@@ -3,7 +3,7 @@
 --
 -- KEYS see _layout.lua
 -- ARGV 1 us for which a booking that was cancelled is refused if it arrives later
---      2... id, outcome (OUTCOME; '': the first token is there), output tokens ('': unknown)...
+--      2... id, outcome (OUTCOME; '': the first token has arrived), output tokens ('': unknown)...
 -- returns 1 for each; 0 if there is no such reservation, or its first token was already recorded
 
 local function record_first_token(keys, id, reservation, now)

@@ -104,11 +104,11 @@ local function keep_as_tables(keys, now)
   redis.call('HSET', keys[GROUPS], 'tables', string.format('%d', now))
 end
 
--- report: fleet records and load samples. A sample includes the bookings made before it (by the time that a request may
--- travel), except the newest of those whose prompts the engine has not computed: these keep counting, because the sample does
--- not include their tokens. A report with a lower incarnation than the last one is late and is ignored. A higher
+-- report: fleet records and load samples. A sample includes the bookings made before it (by the time that a request may take
+-- to arrive), except the newest of those whose prompts the engine has not computed: these keep counting, because the sample
+-- does not include their tokens. A report with a lower incarnation than the last one is late and is ignored. A higher
 -- incarnation ends the worker's predictions. Its bookings stay, because a snapshot also begins an incarnation while the
--- engine's requests go on.
+-- engine's requests continue.
 --
 -- KEYS see _layout.lua
 -- ARGV 1 cmsgpack { { worker, fleet record ('': leave it as it is), incarnation (text), has a sample (1 or 0), us since the

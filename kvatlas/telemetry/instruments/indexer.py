@@ -1,4 +1,4 @@
-"""Indexers, and the index that they write."""
+"""Instruments of indexers, and of the index that they write."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, histogram, single
 

@@ -13,7 +13,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """One metric. `unit` in UCUM, as OpenTelemetry has it: `{block}`, `By`, `s`."""
+    """One metric. `unit` in UCUM, as in OpenTelemetry: `{block}`, `By`, `s`."""
 
     name: str
     unit: str

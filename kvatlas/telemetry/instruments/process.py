@@ -1,4 +1,4 @@
-"""What every process has."""
+"""Instruments of every process."""
 
 from kvatlas.telemetry.instruments.instrument import by, counter, gauge, single
 

@@ -1,4 +1,4 @@
-"""Beside an engine: its feed, the publisher, its ledger."""
+"""Instruments beside an engine: its feed, the publisher, its ledger."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, single
 
@@ -88,7 +88,7 @@ OUTBOX_DEPTH = gauge(
     "publisher.outbox.messages", "{message}", "Messages in the outbox: waiting, or sent and not acknowledged"
 )
 LEDGERTIERS = gauge("ledger.held", "{block}", "Blocks that the worker is published to hold, by tier")
-LEDGER_ORPHANS = gauge("ledger.orphans", "{block}", "Blocks that the engine holds behind a hole: not published")
+LEDGER_ORPHANS = gauge("ledger.orphans", "{block}", "Blocks that the engine holds after a hole: not published")
 LEDGER_AWAITING = gauge("ledger.awaiting", "{event}", "Stored events that wait for their parent")
 
 ENGINE = {

@@ -5,7 +5,7 @@ from kvatlas.telemetry.instruments.instrument import by, counter, gauge, histogr
 # ---------------------------------------------------------------- router: router_client.counters.RouterCounters
 
 DECISIONS = counter("router.decisions", "{decision}", "Routing decisions, by outcome")
-DECISION_TIME = histogram("router.decision.duration", "s", "Decisions, with all that they wait for")
+DECISION_TIME = histogram("router.decision.duration", "s", "Decisions, including everything they wait for")
 STEP_TIME = histogram("router.decision.step.duration", "s", "Calls to the store that a decision waits for, by step")
 PREDICTION_ERROR = histogram(
     "router.prediction.error",

@@ -88,7 +88,7 @@ PROXY_IN_FLIGHT_TOKENS = gauge(
 )
 PROXY_WAITING = gauge("proxy.waiting", "{request}", "Requests that wait in this router for an engine with room")
 PROXY_POOL_WAITING = gauge(
-    "proxy.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+    "proxy.pool.waiting", "{request}", "Waiting requests of all routers, in pools in which some wait here"
 )
 
 PROXY_LOAD = {
@@ -100,7 +100,9 @@ PROXY_LOAD = {
 
 # ---------------------------------------------------------------- gateway: kvatlas_router.gateway.counters.GatewayCounters
 
-GATEWAY_PICKS = counter("gateway.picks", "{request}", "Requests by what their endpoint was picked by, or why none was")
+GATEWAY_PICKS = counter(
+    "gateway.picks", "{request}", "Requests by the basis of their endpoint's choice, or why none was chosen"
+)
 GATEWAY_QUEUED = counter("gateway.queued", "{request}", "Requests that waited for an engine with room")
 GATEWAY_ENDS = counter("gateway.ends", "{request}", "How requests with an endpoint ended")
 GATEWAY_SERVED_ELSEWHERE = counter("gateway.served_elsewhere", "{request}", "Requests answered by a fallback")
@@ -110,7 +112,7 @@ GATEWAY_STREAM_ERRORS = counter(
 GATEWAY_NO_ADDRESS = counter(
     "gateway.workers.no_address", "{worker}", "Times that a worker's address was one that no gateway can use"
 )
-GATEWAY_PICK_TIME = histogram("gateway.pick.duration", "s", "From a request's reading to its decision")
+GATEWAY_PICK_TIME = histogram("gateway.pick.duration", "s", "From reading a request to its decision")
 
 GATEWAY = {
     **by(
@@ -139,7 +141,7 @@ GATEWAY = {
 GATEWAY_IN_FLIGHT = gauge("gateway.in_flight", "{request}", "Requests with an endpoint whose end is not known yet")
 GATEWAY_WAITING = gauge("gateway.waiting", "{request}", "Requests that wait in this picker for an engine with room")
 GATEWAY_POOL_WAITING = gauge(
-    "gateway.pool.waiting", "{request}", "Requests of all routers that wait in the pools in which some wait here"
+    "gateway.pool.waiting", "{request}", "Waiting requests of all routers, in pools in which some wait here"
 )
 
 GATEWAY_LOAD = {
@@ -165,7 +167,7 @@ EJECTION = {
 # ---------------------------------------------------------------- progress: kvatlas_router.progress.monitor.ProgressCounters
 
 STALLS = counter(
-    "progress.changes", "{worker}", "Engines found to make no progress with work, and to make progress again"
+    "progress.changes", "{worker}", "Engines with work found to make no progress, and to make progress again"
 )
 PROGRESS_PROBES = counter("progress.probes", "{request}", "Small requests sent to engines that may be stalled")
 MOVED = counter("progress.moved", "{request}", "Requests without a byte that left a stalled engine for another")
@@ -201,8 +203,8 @@ TOKENS = {
 
 # ---------------------------------------------------------------- index server: kvatlas_router.queries.counters.QueryCounters
 
-QUESTIONS = counter("index_server.questions", "{question}", "Questions to the index server, by outcome")
-QUESTION_TIME = histogram("index_server.duration", "s", "Answering a question to the index server")
+QUESTIONS = counter("index_server.questions", "{question}", "Queries to the index server, by outcome")
+QUESTION_TIME = histogram("index_server.duration", "s", "Answering a query to the index server")
 CHANGES_SENT = counter("index_server.changes", "{change}", "Changes sent to clients that keep a copy of the index")
 FOLLOWERS = gauge("index_server.followers", "{follower}", "Connected clients that keep a copy of the index")
 

@@ -68,11 +68,15 @@ def _read(source: str) -> Iterator[ObservedRequest]:
                     raise InvalidValue(f"line {number}: {error}") from error
 
 
+def _us_text(microseconds: float) -> str:
+    return f"{microseconds:,.0f}" if microseconds >= 1_000 else f"{microseconds:.4g}"
+
+
 def _print(found: Calibration) -> None:
     default = EngineRates()
-    rows = [(name, f"{getattr(found.rates, name):.4g}", f"{getattr(default, name):.4g}") for name in NAMES]
+    rows = [(name, _us_text(getattr(found.rates, name)), _us_text(getattr(default, name))) for name in NAMES]
     print_table(
-        "microseconds", ("rate", "fitted", "default"), [*rows, ("overhead_us", f"{found.overhead_us:.4g}", "-")]
+        "microseconds", ("rate", "fitted", "default"), [*rows, ("overhead_us", _us_text(found.overhead_us), "-")]
     )
     print_table(
         "fit",

@@ -75,7 +75,7 @@ class AwaitingParent:
 
 
 def _steps(event: EngineStored) -> Iterator[_Step]:
-    """The event's steps from one hash to the next. Two events share a step if all its fields are equal."""
+    """The event's steps from one hash to the next. Two events share a step if all its fields agree."""
     for before, name in zip([event.parent, *event.hashes], event.hashes, strict=False):
         yield before, name, event.adapter, event.salt, event.chain
 

@@ -12,11 +12,12 @@ from kvatlas_publishers.ledger.block import Block
 
 
 class Variants:
-    """Empty for engines without such blocks. The callers decide which hashes are held and what detaching one changes."""
+    """Blocks with several hashes; empty for engines without such blocks. The callers decide which hashes are held and what
+    detaching one changes."""
 
     def __init__(self) -> None:
         self.names: dict[Block, dict[EngineHash, None]] = {}
-        """The hashes of each block with several."""
+        """The hashes of each block that has several."""
         self.parent_of: dict[EngineHash, EngineHash] = {}
         """The hash that each child of such a block hangs on, by the child's hash."""
         self.children_of: dict[EngineHash, dict[EngineHash, None]] = {}

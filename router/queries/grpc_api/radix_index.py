@@ -1,7 +1,7 @@
 """The radix index that SGLang's model gateway (SMG) asks: who holds a prompt of block hashes.
 
     Subscribe   a stream of queries; each is answered by one match with its id, in any order. What can't be answered (another
-                model, raw text, the store is away) gets an empty match: the gateway then chooses by load.
+                model, raw text, the store is down) gets an empty match: the gateway then chooses by load.
     Publish     the gateway's guesses where prompts are now, and its workers. They are acknowledged and not used, because
                 publishers follow the engines' own events.
 

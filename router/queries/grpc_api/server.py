@@ -159,7 +159,7 @@ class GrpcServer:
 
     @asynccontextmanager
     async def _admitted(self, caller: Caller, request: Any) -> AsyncIterator[None]:
-        """One question of this caller, within its limits. Raises OverLimit and InvalidValue."""
+        """One query of this caller, within its limits. Raises OverLimit and InvalidValue."""
         if self._entrance is None:
             yield
             return

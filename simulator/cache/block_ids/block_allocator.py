@@ -8,7 +8,7 @@ from kvatlas_simulator.cache.errors import InsufficientBlocks
 
 
 class BlockAllocator:
-    """Hands out the ids of blocks, and takes them back. A call that raises changed nothing."""
+    """Hands out the ids of blocks, and takes them back. A call that raises changes nothing."""
 
     def __init__(self, num_blocks: int, block_size: int, pool: PoolSettings | None = None) -> None:
         """`block_size`: tokens per block."""

@@ -48,7 +48,7 @@ class _Held:
 
 
 class PagedCache:
-    """For one thread. A call that raises changed nothing."""
+    """For use by one thread. A call that raises changes nothing."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PagedCache:
         return block_id
 
     def allocate_for_tokens(self, sequence_id: SequenceId, tokens: int) -> list[int]:
-        """Give the sequence new blocks with this many tokens, the last one with the rest. Raises InsufficientBlocks."""
+        """Give the sequence new blocks for this many tokens; the last one holds the rest. Raises InsufficientBlocks."""
         if tokens < 0:
             raise InvalidValue(f"tokens is {tokens}; expected at least 0")
         block_ids = self._take(count_blocks(tokens, self.block_size))
@@ -171,7 +171,7 @@ class PagedCache:
     # ------------------------------------------------------------ prefixes
 
     def register_prefix(self, prefix_hash: int, block_ids: Sequence[int]) -> None:
-        """Keep blocks under the caller's hash. They are held as if by another sequence: they stay when theirs ends, until
+        """Keep blocks under the caller's hash. They are held as if by another sequence: when their own ends, they stay until
         their room is needed. An existing registration is replaced. Raises InvalidValue for a block that is free."""
         for block_id in block_ids:
             if block_id not in self._held:
@@ -181,7 +181,7 @@ class PagedCache:
         self._prefixes[prefix_hash] = tuple(block_ids)
 
     def forget_prefix(self, prefix_hash: int) -> bool:
-        """Unpin a prefix. False if it was not registered."""
+        """Stop keeping a prefix. False if it was not registered."""
         blocks = self._prefixes.pop(prefix_hash, None)
         for block_id in blocks or ():
             self._release(block_id)

@@ -55,7 +55,7 @@ class SglangRouter(OpenRequests):
 
     If open requests differ by more than BALANCE_ABS and by a factor of more than BALANCE_REL: the engine with the fewest.
     Otherwise one with the longest match if that is more than CACHE_THRESHOLD of the prompt, or else the one with the fewest
-    open requests. The first engine wins among equals. Its trees hold 2^26 characters, here of 4 a token.
+    open requests. The first engine wins among equals. Its trees hold 2^26 characters, here 4 per token.
     `tests/benchmarks/test_rivals.py` compares it with the wheel.
     """
 
@@ -98,7 +98,7 @@ class InferenceExtension(OpenRequests):
     prompt, 2 x the shortness of the queue, 2 x the free part of the cache.
 
     It matches at most 256 blocks of 64 characters (16 tokens), and remembers as many blocks as an engine reports (`autoTune`).
-    It reads engines' metrics every 50 ms; here it sees current values, which favours it. `MOST_TOKENS` 0: no such bound.
+    It reads engines' metrics every 50 ms; here it sees current values, which favors it. `MOST_TOKENS` 0: no such bound.
     Source: kubernetes-sigs/gateway-api-inference-extension, prefix plugin (`DefaultMaxPrefixBlocks`).
     """
 
@@ -141,7 +141,7 @@ class InferenceExtension(OpenRequests):
 
 
 class UnboundedExtension(InferenceExtension):
-    """The same, matching whole prompts: better than it is shipped."""
+    """The same, but matching whole prompts: better than the shipped version."""
 
     MOST_TOKENS = 0
 

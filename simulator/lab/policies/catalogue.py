@@ -111,7 +111,7 @@ POLICIES: Mapping[str, PolicyKind] = {
     ),
     "kvatlas-no-learned-rates": _atlas("default rates", AtlasSettings(learning=False)),
     "kvatlas-no-events": _atlas("what engines hold is predicted", AtlasSettings(events=False)),
-    "kvatlas-no-marks": _atlas("of hybrids all that is resident counts as reusable", AtlasSettings(marks=False)),
+    "kvatlas-no-marks": _atlas("all that hybrids hold counts as reusable", AtlasSettings(marks=False)),
     "kvatlas-3-replicas": _atlas("three routers, one set of bookings", AtlasSettings(replicas=3)),
     "kvatlas-3-replicas-unshared": _atlas("three routers, each with its own", AtlasSettings(replicas=3, shared=False)),
     "kvatlas-true-rates": _atlas("prices are the engines' costs", AtlasSettings(true_rates=True)),

@@ -20,10 +20,10 @@ class LabFetch(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses for one replay. Times are virtual microseconds and never go back. Equal calls give equal choices."""
+    """Chooses for one replay. Times are virtual microseconds and never go back. The same calls give the same choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        """The number of the engine that gets the request, one that is up, or `REFUSED`. A request is chosen for again if it is
+        """The number of the engine that gets the request, one that is up; or `REFUSED`. Called again if the request is
         lost."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
@@ -39,10 +39,10 @@ class Policy(Protocol):
         """Record the end of a request that was sent to this engine."""
 
     def record_loss(self, sequence: EngineRequest, engine: int, now_us: float) -> None:
-        """Record that a request ended with its engine."""
+        """Record that a request was lost with its engine."""
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
-        """Read the engines' reports; called once a second, and when an engine goes or comes."""
+        """Read the engines' reports; called once a second, and when an engine stops or starts."""
 
     def record_events(self, engine: int, events: Sequence[KVEvent]) -> None:
         """Record the engine's events when they arrive; only for policies with their own index."""

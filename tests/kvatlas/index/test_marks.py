@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgpack
 import pytest
 
 from kvatlas.blocks.hashing import extend_chain, unpack_hashes
@@ -203,6 +204,31 @@ async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: Residen
         assert await reach(index) == {"w": 10}
     found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
     assert [one for result in found for one in result.damaged] == []
+
+
+@pytest.mark.parametrize("index", ["valkey"], indirect=True)
+@pytest.mark.parametrize("garbage", [b"", b"\0", b"\0\xc1", b"\xc1", b"\0" + msgpack.packb(["x"] * 6)])
+@pytest.mark.parametrize("entry", ["holders", "marked"])
+async def test_what_can_not_be_read_about_a_holder_is_damage_and_stops_no_call(
+    index: RedisIndex, entry: str, garbage: bytes
+) -> None:
+    source, other = hybrid("w"), hybrid("other")
+    for one in (source, other):
+        await apply_messages(index, one.begin(1), one.store(SCOPE, TRUNK), one.mark(SCOPE, [block(9), block(300)]))
+    damage = Damage(index, "w")
+    await index._store.client.hset(getattr(damage.keys, entry), await damage.number(), garbage)
+    assert (await reach(index))["other"] == 301
+    assert len(await index.locate(SCOPE, int.from_bytes(block(9), "little"))) == 2
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    assert [worker_id for result in found for worker_id in result.damaged] == ["w"]
+    assert sum(result.checked for result in found) == 2 and all(result.ended for result in found)
+    await apply_messages(index, source.mark(SCOPE, [block(200)]), source.begin(2))
+    for shard in range(index.shards):
+        while await index.sweep(shard, 1 << 30):
+            pass
+    found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
+    assert [worker_id for result in found for worker_id in result.damaged] == []
+    assert await reach(index) == {"w": 301, "other": 301}
 
 
 @pytest.mark.parametrize("index", ["valkey"], indirect=True)

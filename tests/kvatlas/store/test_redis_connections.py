@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from hiredis import pack_command
 from redis.exceptions import ResponseError
 
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import Unreachable
 from kvatlas.store import connection
 from kvatlas.store.connection import Store, open_store
-from kvatlas.store.redis_connections import MOST_CONNECTIONS
+from kvatlas.store.redis_connections import MOST_CONNECTIONS, pack
 from tests.eventually import until
 
 pytestmark = pytest.mark.anyio
@@ -135,3 +137,18 @@ async def test_nothing_that_is_closed_keeps_a_caller_waiting(store: Store) -> No
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, (Unreachable, asyncio.CancelledError)) for result in results)
     assert await asyncio.gather(*calls) == [str(number) for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("GET", "key"),
+        ("FCALL", "function", 0),
+        ("FCALL", "function", 0, 1, 2.5, b"\r\n", "\u00e9"),
+        ("FCALL_RO", "function", 2, "key", b"another"),
+        ("FCALL", "function", 2, "key", "another", b"", -1),
+    ],
+)
+def test_commands_are_packed_as_hiredis_packs_them(command: tuple[Any, ...]) -> None:
+    for _ in range(2):  # the keys of the second one are known
+        assert pack(command) == pack_command(command)

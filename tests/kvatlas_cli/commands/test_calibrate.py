@@ -19,3 +19,8 @@ def test_a_result_without_start_times_is_refused_in_one_line(cli: Cli, tmp_path:
     (tmp_path / "bench.json").write_text(json.dumps(result))
     done = cli("calibrate", str(tmp_path / "bench.json"))
     assert done.code == 1 and done.err.count("\n") == 1 and "start_times is missing" in done.err
+
+
+def test_rates_are_printed_without_powers_of_ten(cli: Cli) -> None:
+    done = cli("calibrate", str(REAL))
+    assert done.code == 0 and "tpot_base_us" in done.out and "e+" not in done.out

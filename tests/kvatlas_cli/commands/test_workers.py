@@ -28,6 +28,12 @@ def test_workers_are_printed_as_a_table_with_one_line_each(cli: Cli, fleet_store
         assert len([line for line in done.out.splitlines() if worker_id in line]) == 1
 
 
+def test_top_and_workers_say_the_same(cli: Cli, fleet_store_url: str) -> None:
+    printed = [cli(command, "--redis-url", fleet_store_url).out for command in ("workers", "top")]
+    tables = [[line.split("│")[:-2] for line in out.splitlines() if "│" in line] for out in printed]  # all but the age
+    assert tables[0] == tables[1] and len(tables[0]) == 2
+
+
 def test_of_a_worker_that_tells_an_upper_bound_at_most_all_blocks_are_resumable(cli: Cli, fleet_store_url: str) -> None:
     async def fill() -> None:
         async with connected_store(fleet_store_url, wait=False) as store:

@@ -275,7 +275,7 @@ async def test_what_mooncakes_master_evicts_is_gone_before_its_time(
         await master.send(batch(event("stored", 7), event("removed", 7, tenant_id="acme")))
         await holds(publisher, 8)
         await master.send(batch(event("removed", 3)))
-        await holds(publisher, 3)  # nothing counts behind a hole
+        await holds(publisher, 3)  # nothing counts after a hole
         master.next_seq += 1
         await master.send(batch(event("stored", 3)))
         await holds(publisher, 0)  # the master has no replay: what it evicted meanwhile is not known

@@ -92,7 +92,7 @@ async def test_an_error_in_place_of_an_answer_is_tried_elsewhere(store: Store, v
         assert answer.status_code == 200 and bad.asked == 1
         assert "error" not in answer.text and "choices" in answer.text
         counted = await status(client)
-        assert (counted["ejections"]["bad"], counted["ejections"]["good"]) == (1, 1)
+        assert (counted["outliers"]["bad"], counted["outliers"]["good"]) == (1, 1)
         assert counted["proxy"]["answered"] == 1 and counted["proxy"]["retried"] == 1
 
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_answers_with_errors_is_ejected_and_gets_no_prefix(
             assert (answer.status_code, answer.json()["error"]) == (500, SAID)
             assert decision(answer)[1]["cached"] == "0"
         counted = await status(client)
-        assert counted["ejections"]["bad"] == 4 and counted["proxy"]["answered"] == 0 and "w1" in counted["ejected"]
+        assert counted["outliers"]["bad"] == 4 and counted["proxy"]["answered"] == 0 and "w1" in counted["ejected"]
 
 
 async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Store, valkey_url: str) -> None:
@@ -123,7 +123,7 @@ async def test_an_error_behind_a_part_of_the_answer_passes_and_counts(store: Sto
             answer = await client.post("/v1/completions", json={**BODY, "stream": True})
             assert answer.content == PART + ERROR, "the client has what the engine said"
         counted = await status(client)
-        assert counted["ejections"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
+        assert counted["outliers"]["bad"] == 4 and counted["proxy"]["broken"] == 4 and "w1" in counted["ejected"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_at_an_error_does_not_hide_it(store: Store, v
 
         await until(is_over, what="the request is over")
         counted = await status(client)
-        assert (counted["proxy"]["gone"], counted["proxy"]["broken"], counted["ejections"]["bad"]) == (0, 1, 1)
+        assert (counted["proxy"]["gone"], counted["proxy"]["broken"], counted["outliers"]["bad"]) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("continues", ["off", "all"])
@@ -219,7 +219,7 @@ async def test_an_error_that_is_the_requests_own_is_answered_with_its_status(sto
         engine.answer = says({"error": TOO_LONG})
         answer = await client.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.json()["error"]) == (400, TOO_LONG)
-        assert (await status(client))["ejections"]["bad"] == 0
+        assert (await status(client))["outliers"]["bad"] == 0
 
 
 async def test_if_every_engine_fails_the_client_has_the_last_ones_error(store: Store, valkey_url: str) -> None:
@@ -284,7 +284,7 @@ async def test_comments_reach_the_client_at_once_and_another_engine_may_answer_b
                 seen.set()
         lines = text.removeprefix(PING).split(b"\n\n", 1)
         assert lines[0].startswith(b': x-kvatlas-decision: "w1"') and lines[1] == PART + DONE
-        assert (await status(client))["ejections"]["bad"] == 1
+        assert (await status(client))["outliers"]["bad"] == 1
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_a_response_goes_on_at_the_engine_that_has_it_through_any_router(s
                 assert (again.status_code, again.json()["engine"]) == (200, made["engine"])
                 read = await router.get(f"/v1/responses/{made['id']}")
                 assert (read.status_code, read.json()["engine"]) == (200, made["engine"])
-        assert (await status(client))["ejections"]["bad"] == 0
+        assert (await status(client))["outliers"]["bad"] == 0
 
 
 async def test_a_streamed_response_is_found_again(store: Store, valkey_url: str) -> None:
@@ -162,7 +162,7 @@ async def test_an_engine_without_the_object_is_not_blamed_and_keeps_its_model(st
             assert (await ask(client, previous_response_id="resp_x")).status_code == 404
         assert (first.asked, second.asked) == (4, 0)
         counted = await status(client)
-        assert counted["ejections"]["bad"] == 0 and not counted["ejected"]
+        assert counted["outliers"]["bad"] == 0 and not counted["ejected"]
         assert (await ask(client, previous_response_id=None)).status_code == 200
 
 

@@ -232,9 +232,9 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         while dying.asked < 8:
             assert (await ask_the_dying()).status_code == 200
         told = await status(client)
-        assert told["ejections"]["readmissions"] == 0
+        assert told["outliers"]["readmissions"] == 0
         assert told["proxy"]["broken"] == dying.asked
-        assert told["ejections"]["ejections"] == dying.asked - 2  # three failures, and then each trial
+        assert told["outliers"]["ejections"] == dying.asked - 2  # three failures, and then each trial
         dying.answer = well
 
         async def is_readmitted() -> bool:

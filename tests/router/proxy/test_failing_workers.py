@@ -46,7 +46,7 @@ async def test_a_worker_that_fails_fast_draws_no_traffic(store: Store, valkey_ur
             assert (await client.post("/v1/completions", json=body(number))).status_code == 200
         assert 1 <= engines[0].asked <= 12
         counted = await proxy_status(client)
-        assert counted["ejected"].keys() == {"w0"} and counted["ejections"]["ejections"] >= 1
+        assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1
         assert counted["proxy"]["answered"] == 60
 
 
@@ -117,7 +117,7 @@ async def test_a_worker_that_alone_refuses_what_others_answer_is_found_out(store
         assert answers.count(400) <= 3 and 400 not in answers[-30:]
         assert 3 <= engines[0].asked <= 12
         counted = await proxy_status(client)
-        assert counted["ejected"].keys() == {"w0"} and counted["ejections"]["ejections"] >= 1
+        assert counted["ejected"].keys() == {"w0"} and counted["outliers"]["ejections"] >= 1
 
 
 async def test_a_mistake_of_the_client_says_nothing_about_workers(store: Store, valkey_url: str) -> None:
@@ -135,7 +135,7 @@ async def test_a_mistake_of_the_client_says_nothing_about_workers(store: Store, 
         answer = await client.post("/v1/completions", json=body())
         assert answer.status_code == 400 and decision(answer)[1]["attempt"] == "1"
         counted = await proxy_status(client)
-        assert (counted["ejected"], counted["ejections"]["bad"], counted["proxy"]["refused_by_engine"]) == ({}, 0, 21)
+        assert (counted["ejected"], counted["outliers"]["bad"], counted["proxy"]["refused_by_engine"]) == ({}, 0, 21)
 
 
 async def test_a_pool_that_fails_as_a_whole_is_not_ejected_and_not_asked_again_and_again(

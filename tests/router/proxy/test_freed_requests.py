@@ -135,7 +135,7 @@ async def test_nothing_is_left_of_a_request_whose_client_leaves(store: Store, va
         await until(is_free, what="its booking is gone")
         counted = await status(client)
         proxy = counted["proxy"]
-        assert (proxy["gone"], proxy["broken"], proxy["gave_up"], proxy["cut"], counted["ejections"]["bad"]) == (
+        assert (proxy["gone"], proxy["broken"], proxy["gave_up"], proxy["cut"], counted["outliers"]["bad"]) == (
             1,
             0,
             0,

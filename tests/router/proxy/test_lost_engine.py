@@ -119,7 +119,7 @@ async def test_an_engine_that_dies_behind_its_final_event_has_answered(
         assert (await client.post("/v1/completions", json=body)).content == b"".join(events)
         counted = await status(client)
         assert (counted["proxy"]["answered"], counted["proxy"]["broken"]) == (1, 0)
-        assert (counted["ejections"]["bad"], counted["ejections"]["good"]) == (0, 1)
+        assert (counted["outliers"]["bad"], counted["outliers"]["good"]) == (0, 1)
 
 
 @pytest.mark.parametrize("continues", ["off", "all"])

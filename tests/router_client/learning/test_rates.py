@@ -27,6 +27,7 @@ from router_client import (
     Timings,
     Usage,
 )
+from router_client.learning.rates import MOST_A_WORKER
 from tests.eventually import until
 from tests.router_client.pools import SCOPE, pool, worker
 from tests.router_client.simulated_fleet import SimulatedFleet
@@ -201,6 +202,16 @@ async def test_only_measured_requests_are_learned_from_and_only_once() -> None:
         await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=SLOW)
         await learned_from(router, 1)
         assert (router.counters.learned, router.counters.said_nothing) == (1, 1)
+
+
+async def test_a_turn_learns_from_a_bounded_number_of_each_workers_requests() -> None:
+    settings = replace(SETTINGS, learning=LearningSettings(every_s=600.0))
+    async with router_over(reservations := MemoryReservations(), settings) as router:
+        await report(reservations)
+        for number in range(MOST_A_WORKER + 3):
+            await slow_answer(router, number)
+        await slow_answer(router, 0, avoid="a")
+    assert examined(router) == MOST_A_WORKER + 1
 
 
 async def test_nothing_is_learned_from_a_worker_whose_load_is_unknown() -> None:

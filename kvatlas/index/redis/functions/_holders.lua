@@ -3,6 +3,12 @@
 
 local LOADING_STATE, ACTIVE_STATE, RETIRED_STATE = 'l', 'a', 'r'
 
+-- Returns the fields of a holder's entry (see _slot.lua); nothing if there is none or it can't be read.
+local function unpack_holder(entry)
+  local good, fields = pcall(cmsgpack.unpack, entry)
+  return unpack(good and type(fields) == 'table' and fields or {})
+end
+
 -- Call this when the active holders have changed. Clients cache names by version, so no version may ever be used twice, not
 -- even by a store that lost its last writes or all its data.
 local function change_version(k)
@@ -40,7 +46,7 @@ local function retire_holder(k, holder, worker)
     return
   end
   local now, entry = now_ms(), redis.call('HGET', k.holders, holder)
-  local state, _, since = unpack(entry and cmsgpack.unpack(entry) or {})
+  local state, _, since = unpack_holder(entry)
   local active_since = state == ACTIVE_STATE and since or now
   redis.call('HSET', k.holders, holder, cmsgpack.pack({ RETIRED_STATE, worker, now, active_since }))
   if redis.call('HDEL', k.active, holder) == 1 then
@@ -78,9 +84,13 @@ end
 local function spans_of(key, holders)
   local now, spans = now_ms(), {}
   for holder, entry in pairs(read_fields(key, holders)) do
-    local state, _, since, active_since = unpack(entry and cmsgpack.unpack(entry) or {})
-    local from = state == ACTIVE_STATE and since or active_since
-    spans[holder] = from and math.max(0, (state == ACTIVE_STATE and now or since) - from) or 0
+    local state, _, since, active_since = unpack_holder(entry)
+    local from, to = active_since, since
+    if state == ACTIVE_STATE then
+      from, to = since, now
+    end
+    from, to = tonumber(from), tonumber(to)
+    spans[holder] = from and to and math.max(0, to - from) or 0
   end
   return spans
 end

@@ -1,11 +1,13 @@
 -- Marks say at which of its blocks a holder can resume a prompt. Only holders of hybrid models have them: there, holding a
--- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, and _slot.lua for the keys.
+-- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, _mark_lookup.lua for how they are read, and
+-- _slot.lua for the keys.
 --
 -- marks of a holder: {dropped = blocks between a position and its mark, words = digest (MarkDigest), changed = must be stored}
 
 local SEGMENT = 64 -- blocks in a segment; its head has one bit for each
 local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a head (holder, 64 bits)
 local SHORT = 1024 -- in values of up to this many bytes, a plain search is faster than a binary one
+local MARK_WORDS = 6
 local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
 
 -- Returns how many bytes an entry has in this field of marks.
@@ -18,7 +20,7 @@ local function pack_marks(marks)
 end
 
 local function unpack_marks(packed)
-  return { dropped = string.byte(packed, 1), words = cmsgpack.unpack(string.sub(packed, 2)) }
+  return { dropped = string.byte(packed, 1) or 0, words = unpack_words(string.sub(packed, 2), MARK_WORDS) }
 end
 
 local function new_marks(dropped)

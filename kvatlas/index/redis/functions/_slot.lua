@@ -2,8 +2,8 @@
 --
 --   blocks:<scope id>   HASH  8-byte sequence hash -> holders value: entries of 4 bytes, sorted by holder:
 --                             holder number (24 bits, big-endian), flags (bits 0-4 tiers, others 0)
---   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired); of a
---                             retired one behind that since when it was active (ms)
+--   holders             HASH  3-byte number -> cmsgpack {state, worker id, since ms}; state l(oading) a(ctive) r(etired); a
+--                             retired one's list ends with the ms at which it became active
 --   active              HASH  3-byte number -> worker id of each active holder
 --   retired             SET   3-byte numbers of the retired holders
 --   free                LIST  numbers that can be used again, the first freed first: 3-byte number, ms at which it was freed
@@ -12,11 +12,11 @@
 --                             head, 'h') -> sorted entries of 11 bytes: number, 64 bits (big-endian, offset 0 lowest)
 --   digests             HASH  3-byte number -> cmsgpack {count, low sum, high sum} for each tier, flat
 --   touched             HASH  3-byte number -> 16 bytes for each scope that it used: scope id, tier 0 (a byte), block size (u24
---                             BE), block bytes (u32 BE); behind it the same for each tier with other block bytes
+--                             BE), block bytes (u32 BE); then the same for each tier with other block bytes
 --   held                HASH  3-byte number, scope id, tier (a byte) -> how many blocks the holder has there; no field for 0
---   moments             HASH  field of held -> by how many block-ms the holder had fewer blocks than now, since it is active:
---                             its block-ms are blocks x (ms active) - moment
---   spent               HASH  scope id, tier (a byte) -> byte-ms of holders that have no block of it any more
+--   moments             HASH  field of held -> what to subtract because the holder had fewer blocks before: its block-ms
+--                             since it became active are blocks x (ms active) - moment
+--   spent               HASH  scope id, tier (a byte) -> byte-ms of holders that no longer have a block of it
 --   workers             HASH  worker id -> cmsgpack record (below)
 --   steps               HASH  worker id -> incarnation (8 bytes), then "<seq> <steps>": how much of the worker's next message
 --                             is applied, if it comes in parts
@@ -37,7 +37,7 @@
 local TIER_MASK = 31
 local MAX_HOLDER = 16777215
 local DIGEST_WORDS = 15
-local CHUNK = 3500 -- unpack fails from 8,000 values up, and HSET takes two for each block
+local CHUNK = 3500 -- unpack fails with 8,000 values, and HSET takes two for each block
 local MOST_SCOPES, MOST_LIST = 16384, 4194304 -- scopes that a call of an indexer names, and bytes of their list
 local TWO32 = 4294967296
 local SCOPE_COST = 4 -- budget cost of a scope in a sweep
@@ -199,18 +199,26 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks a stored digest; `packed` false: nothing is stored. If it can't be read, a digest is returned that no holder can
--- have, so that the next checkpoint or scrub finds it wrong and a snapshot follows.
+-- Unpacks the words of a stored digest. If they can't be read, words are returned that no holder can have, so that the next
+-- checkpoint or scrub finds them wrong and a snapshot follows.
+local function unpack_words(packed, count)
+  local good, words = pcall(cmsgpack.unpack, packed)
+  good = good and type(words) == 'table' and #words == count
+  for i = 1, good and count or 0 do
+    good = good and type(words[i]) == 'number'
+  end
+  if not good then
+    words = { 1 }
+    for i = 2, count do
+      words[i] = 0
+    end
+  end
+  return words
+end
+
+-- Unpacks a stored digest; `packed` false: nothing is stored.
 local function digest_of(packed)
-  if not packed then
-    return { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
-  end
-  local good, digest = pcall(cmsgpack.unpack, packed)
-  good = good and type(digest) == 'table' and #digest == 15
-  for i = 1, good and 15 or 0 do
-    good = good and type(digest[i]) == 'number'
-  end
-  return good and digest or { 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+  return packed and unpack_words(packed, DIGEST_WORDS) or { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 end
 
 local function read_digest(key, holder)

@@ -17,14 +17,8 @@ local function state_of(keys, first, worker)
     return false
   end
   local holder = record[ACTIVE]
-  local entry = redis.call('HGET', holders, holder)
-  local registered = 0
-  if entry then
-    local state, owner = unpack(cmsgpack.unpack(entry))
-    if state == ACTIVE_STATE and owner == worker and redis.call('HGET', active, holder) == worker then
-      registered = 1
-    end
-  end
+  local state, owner = unpack_holder(redis.call('HGET', holders, holder))
+  local registered = state == ACTIVE_STATE and owner == worker and redis.call('HGET', active, holder) == worker and 1 or 0
   local steps = steps_applied(redis.call('HGET', all_steps, worker), record[INCARNATION], record[SEQ] + 1)
   local marks = redis.call('HGET', marked, holder)
   local words = marks and unpack_marks(marks).words

@@ -6,7 +6,7 @@ local MOST_WORDS, MOST_TEXTS = 400, 600000 -- of a call: ids and texts, and byte
 -- KEYS 1 scopes
 --      2 scope uses
 -- ARGV scope id, canonical text, scope id, canonical text...
--- returns nothing, or the first scope id that has another text, and that text; the scopes behind it are not registered
+-- returns nothing, or the first scope id that has another text, and that text; the scopes after it are not registered
 register_always('kvatlas_scope', function(keys, args)
   local scopes, uses, now = keys[1], keys[2], string.format('%d', now_ms())
   for i = 1, #args, 2 do

@@ -105,7 +105,7 @@ end
 -- returns msgpack {server, next cursor, cost, {state or false...}, found, {hash...}}; {server} alone if this is another server,
 --   where the cursor means nothing
 --   state: see state_of
---   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is no holders value)
+--   found: 10 bytes for each entry: hash, the worker's index (from 0), flags (0 if the value is not a holders value)
 --   hash: of each block that has an entry with an unknown number, or no entry at all
 register_read_only('kvatlas_scrub', function(keys, args)
   local blocks, began_on, cursor, budget, server = keys[1], args[1], args[2], integer(args[3], 0, MOST_SCRUB), server_id()

@@ -78,7 +78,7 @@ local function begin_search(marked, key, packed, first, limit, names, belows)
   local min, byte = math.min, string.byte
   for i = 1, #names do
     if drops[i] then
-      local drop = byte(drops[i], 1)
+      local drop = byte(drops[i], 1) or 0 -- damage that the scrub will find
       local top = min(belows[i] - first - 1, limit + drop - first - 1, last)
       if top >= 0 then
         n = n + 1

@@ -1,4 +1,4 @@
-"""The cost of a choice as its pool grows, one dimension at a time: `python -m benchmarks.growth`.
+"""The cost of a choice as its pool grows, one dimension at a time: `python -m benchmarks.route.growth`.
 
 Prompts are given as hashes, so that the router does not hash them. Times and processor times are of one choice with its
 booking, its first token and its end; overlaps are requested separately.
@@ -47,9 +47,9 @@ class Point:
     store_ms: float
 
 
-async def measure(store: Store) -> dict[str, list[Point]]:
-    """Measured points by dimension."""
-    return {name: [await _measure(store, *point) for point in points] for name, points in POINTS.items()}
+async def measure(store: Store) -> list[Table]:
+    """A table for each dimension."""
+    return [_tabulate(name, [await _measure(store, *point) for point in points]) for name, points in POINTS.items()]
 
 
 async def _measure(store: Store, workers: int, holders: int, blocks: int) -> Point:
@@ -97,7 +97,7 @@ async def _time_choice(router: RouterClient, prompt: Prompt) -> float:
     return seconds
 
 
-def tabulate(dimension: str, points: Sequence[Point]) -> Table:
+def _tabulate(dimension: str, points: Sequence[Point]) -> Table:
     """One row per point. The bars show the choice's time, relative to the longest of the dimension."""
     first = points[0]
     fixed = {"workers": first.workers, "holders": first.holders, "blocks": first.blocks}
@@ -115,11 +115,10 @@ def tabulate(dimension: str, points: Sequence[Point]) -> Table:
     return table
 
 
-async def _main(console: Console) -> None:
+async def _main() -> None:
     async with valkey_store() as store:
-        for dimension, points in (await measure(store)).items():
-            console.print(tabulate(dimension, points))
+        Console(width=140).print(*await measure(store))
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(Console(width=140)))
+    uvloop.run(_main())
