@@ -98,7 +98,10 @@ class Process:
 
 
 @asynccontextmanager
-async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -> AsyncIterator[Process]:
+async def router_process(
+    redis_url: str, *flags: str, host: str = "127.0.0.1", said: str = ""
+) -> AsyncIterator[Process]:
+    """`said`: text in a line that it logs before it serves."""
     words = ["router", "--redis-url", redis_url, "--host", host, "--port", "0", "--tokenizer", "engine", *flags]
     process = await asyncio.create_subprocess_exec(
         *kvatlas_command(*words), stderr=asyncio.subprocess.PIPE, env=environment()
@@ -107,9 +110,11 @@ async def router_process(redis_url: str, *flags: str, host: str = "127.0.0.1") -
         apart = (
             any(flag in flags for flag in ("--clients-file", "--control-port", "--cors-origins")) or host != "127.0.0.1"
         )
+        if said:
+            await line_with(said, process.stderr)
         control = (await line_with("operators' port", process.stderr)).split()[-1] if apart else ""
-        said = await line_with("router at", process.stderr)
-        url = next(word for word in said.split() if word.startswith(("http://", "https://"))).rstrip(";")
+        ready = await line_with("router at", process.stderr)
+        url = next(word for word in ready.split() if word.startswith(("http://", "https://"))).rstrip(";")
         url = url.replace("0.0.0.0", "127.0.0.1")
         yield Process(url, control or url, process)
     finally:

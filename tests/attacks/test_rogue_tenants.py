@@ -40,8 +40,9 @@ DECISION = "x-kvatlas-decision"
 
 
 async def test_with_the_defaults_a_body_names_no_tenant(store: Store, valkey_url: str) -> None:
-    """Nobody proves anything, so there is one tenant."""
-    async with tenants_fleet(store), router_process(valkey_url) as router, http_client(timeout=60) as client:
+    """There is nothing to prove a tenant with, so there is one, as the router says at its start."""
+    said = "every client belongs to the tenant of --tenant-id"
+    async with tenants_fleet(store), router_process(valkey_url, said=said) as router, http_client(timeout=60) as client:
         route = f"{router.url}/kvatlas/route"
         claimed = await client.post(route, json=hints(tenant_id="acme"))
         assert claimed.status_code == 400 and "another tenant" in claimed.json()["error"]["message"]
@@ -512,6 +513,26 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
         mine = await client.post("/v1/responses", json={**asked, "request_id": made}, headers=bearer(OTHER))
         assert mine.json()["id"] != made
         assert (await client.get(f"/v1/responses/{made}", headers=bearer(OTHER))).status_code == 404
+
+
+async def test_calls_of_administration_reach_no_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
+    calls = ("pause", "resume", "is_paused", "shutdown", "sleep", "wake_up", "abort_requests", "reset_prefix_cache")
+    calls += ("flush_cache", "update_weights_from_disk", "start_profile", "collective_rpc", "server_info", "metrics")
+    calls += ("v1/load_lora_adapter", "v1/unload_lora_adapter")
+    async with (
+        faulty_engine(well) as engine,
+        running_fleet(store, {}, {"w1": {"url": engine.url}}),
+        guarded_router(valkey_url, tmp_path) as guarded,
+        router_process(valkey_url, "--control-port", "0") as open_to_all,
+        http_client(timeout=60) as client,
+    ):
+        for router in (guarded, open_to_all):
+            for call in calls:
+                for method in ("POST", "GET"):
+                    answer = await client.request(method, f"{router.url}/{call}", headers=bearer(OTHER), json={})
+                    assert answer.status_code == 404, (method, call)
+                    assert "\n" not in answer.json()["error"]["message"]
+        assert engine.asked == 0
 
 
 async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(

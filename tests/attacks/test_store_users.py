@@ -1,16 +1,20 @@
 """Rogue routers and auditors: what the holder of such a user's password tries at the store, and what becomes of it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import anyio.to_thread
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from kvatlas.fleet_store.fleet_store import POOLS, object_keys
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY
 from kvatlas.reservations.redis_calls import POOL_LIBRARY, pool_keys
 from tests.attacks.attacked_fleet import AttackedServers, attacked_fleet, attacked_servers
+from tests.kvatlas.store.test_hostile_arguments import FUNCTIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -136,6 +140,20 @@ BOUNDED: list[Words] = [
 """Functions that every user may call, with arguments that would take for ever: refused with or without users."""
 
 
+HOSTILE = [
+    [],
+    [b"nan"] * 8,
+    [b"1e308"] * 8,
+    [b"-20000000"] * 8,
+    [b"9007199254740993"] * 3,
+    [b"victim", b"\0" * 8, b"1"],
+    [b"\xdd\xff\xff\xff\xff"] * 4,
+    [b"x" * 100_000, b"1"],
+    [b"1"] * 2_000,
+]
+"""Arguments that no caller sends."""
+
+
 @pytest.fixture(scope="module")
 def with_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServers]:
     with attacked_servers(tmp_path_factory.mktemp("users"), users=True) as servers:
@@ -180,6 +198,32 @@ async def test_no_argument_of_a_function_stalls_the_store(servers: AttackedServe
         for words in BOUNDED:
             text = await attempt(servers.store_url(user), words)
             assert text.startswith(("argument", "bad argument", "ERR", "user_function")) or "at most" in text, words[:5]
+        await fleet.check()
+
+
+async def test_a_router_changes_no_block_by_any_function_with_any_keys(with_users: AttackedServers) -> None:
+    """Each function of the store, with keys of its own kind and of others, and with hostile arguments."""
+    async with attacked_fleet(with_users) as fleet:
+        with Redis.from_url(with_users.store.url) as owner, Redis.from_url(with_users.store_url("router")) as router:
+            (pool_id,) = owner.smembers(POOLS)
+            parts = ("workers", "holders", "active", "meta", "retired", "free")
+            shard = [f"kva:{{s0}}:{part}" for part in parts]
+            records = [POOLS, *(f"kva:{{fleet}}:{part}" for part in ("members", "leases", "layout"))]
+            kinds: list[list[str]] = [shard, [*records, *object_keys("acme")], list(pool_keys(pool_id.decode())), []]
+
+            def count_done() -> int:
+                done = 0
+                for function, kind, args in product(FUNCTIONS, kinds, HOSTILE):
+                    for keys in (kind, (kind * 3)[:17]):
+                        with suppress(ResponseError):
+                            router.execute_command("FCALL", function, len(keys), *keys, *args)
+                            done += 1
+                return done
+
+            before = int(owner.info("memory")["used_memory"])
+            assert await anyio.to_thread.run_sync(count_done) > 0, "some have keys and arguments that they take"
+            assert int(owner.info("memory")["used_memory"]) < before + (32 << 20)
+            assert owner.smembers(POOLS) == {pool_id} and owner.hlen("kva:{fleet}:leases") > 0
         await fleet.check()
 
 
