@@ -87,17 +87,11 @@ class Seam(JoinedEvents):
         self._finished = self._has_usage = False
 
     @property
-<<<<<<< HEAD
-    def reached(self) -> tuple[int, bool, bool]:
-        """The client's progress, for comparison: it changes whenever anything new arrives."""
-        return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
-=======
     def reached(self) -> tuple[int, int, bool, bool]:
-        """The client's progress; it stays equal only while nothing new arrives."""
+        """The client's progress, for comparison: it changes whenever anything new arrives."""
         has_call = self.parsed is not None and self.parsed.has_call
         ids = len(self.parsed.ids) + len(self.parsed.unread) if self.parsed is not None and has_call else 0
         return self._sent.letters + len(self._sent.ahead), ids, self._finished, self._has_usage
->>>>>>> toolcalls
 
     @property
     def is_finished(self) -> bool:
@@ -174,16 +168,12 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
-<<<<<<< HEAD
-        if chunk.opens:  # a choice that has not begun for the client
-=======
         if self._needs_parser is not None and chunk.has_choice:
             self._needs_parser.add(chunk)
             self._last_usage = chunk.usage or {}
             return b""
         self._learn_calls(chunk)
-        if chunk.opens:  # a choice of which the client has nothing yet
->>>>>>> toolcalls
+        if chunk.opens:  # a choice that has not begun for the client
             raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
