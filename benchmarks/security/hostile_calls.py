@@ -2,7 +2,7 @@
 store with a large fleet: CPU time of the server's main thread. `python -m benchmarks.security.hostile_calls`;
 `--binary PROGRAM`: another server.
 
-`tests/attacks/test_function_work.py` counts what the same calls do, and needs no clock.
+`tests/attacks/store/test_function_work.py` counts what the same calls do, and needs no clock.
 """
 
 import argparse

@@ -32,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Seam(JoinedEvents):
-    """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
+    """Reads an engine's events. `feed` returns them for the client, minus what only the router requested. After `resume`, the
     events come from another engine, and `feed` rewrites them as the first engine's.
 
     `identity`: of the first engine's stream. `builder`: the request for the rest. `why`: the reason if the answer can't
@@ -68,7 +68,7 @@ class Seam(JoinedEvents):
         self.identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q") if prompt_ids is None else prompt_ids
-        """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
+        """The prompt's token ids; empty unless this is a chat whose answer can be continued from token ids."""
         self._thoughts = Thoughts(ends or ThoughtEnds())
         self.builder = RestBuilder(
             text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate, parsed, index=index
@@ -87,17 +87,11 @@ class Seam(JoinedEvents):
         self._finished = self._has_usage = False
 
     @property
-<<<<<<< HEAD
-    def reached(self) -> tuple[int, bool, bool]:
-        """The client's progress, for comparison: it changes whenever anything new arrives."""
-        return self._sent.letters + len(self._sent.ahead), self._finished, self._has_usage
-=======
     def reached(self) -> tuple[int, int, bool, bool]:
-        """The client's progress; it stays equal only while nothing new arrives."""
+        """The client's progress, for comparison: it changes whenever anything new arrives."""
         has_call = self.parsed is not None and self.parsed.has_call
         ids = len(self.parsed.ids) + len(self.parsed.unread) if self.parsed is not None and has_call else 0
         return self._sent.letters + len(self._sent.ahead), ids, self._finished, self._has_usage
->>>>>>> toolcalls
 
     @property
     def is_finished(self) -> bool:
@@ -174,16 +168,12 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
                 raise CannotContinue(self._misfit)
-<<<<<<< HEAD
-        if chunk.opens:  # a choice that has not begun for the client
-=======
         if self._needs_parser is not None and chunk.has_choice:
             self._needs_parser.add(chunk)
             self._last_usage = chunk.usage or {}
             return b""
         self._learn_calls(chunk)
-        if chunk.opens:  # a choice of which the client has nothing yet
->>>>>>> toolcalls
+        if chunk.opens:  # a choice that has not begun for the client
             raw = b"" if self.events else edits.without_prompt_ids(edits.with_identity(raw, self.identity))
             return self._shown(raw, chunk) if raw else b""
         if self._form is not None:
@@ -319,7 +309,7 @@ class Seam(JoinedEvents):
             self.give_up(Why.LONG)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
-        """The event without what only the router asked for, and with the whole answer's usage."""
+        """The event, minus the fields that only the router requested, and with the usage of the whole answer."""
         if self._hides_ids:
             raw = edits.without_token_ids(raw)
         if chunk.usage is None:

@@ -516,9 +516,11 @@ async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_ur
 
 
 async def test_calls_of_administration_reach_no_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    calls = ("pause", "resume", "is_paused", "shutdown", "sleep", "wake_up", "abort_requests", "reset_prefix_cache")
-    calls += ("flush_cache", "update_weights_from_disk", "start_profile", "collective_rpc", "server_info", "metrics")
-    calls += ("v1/load_lora_adapter", "v1/unload_lora_adapter")
+    calls = [
+        *("pause", "resume", "is_paused", "shutdown", "sleep", "wake_up", "abort_requests", "reset_prefix_cache"),
+        *("flush_cache", "update_weights_from_disk", "start_profile", "collective_rpc", "server_info", "metrics"),
+        *("v1/load_lora_adapter", "v1/unload_lora_adapter"),
+    ]
     async with (
         faulty_engine(well) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),

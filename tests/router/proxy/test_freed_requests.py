@@ -35,9 +35,11 @@ OF_A_CONNECTION = (BoundedProtocol, RequestResponseCycle)
 def no_collection() -> Iterator[None]:
     logging.disable(logging.CRITICAL)  # pytest keeps records, and the errors in them
     gc.collect()
+    gc.freeze()  # what other tests' modules keep is not listed among the objects
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
     logging.disable(logging.NOTSET)
 
 

@@ -84,10 +84,10 @@ def test_whatever_engines_say_the_request_s_limits_hold(
     [
         ({}, OutputLimits()),
         ({"max_tokens": 4_000}, OutputLimits(0, 4_000)),
-        ({"max_completion_tokens": 7, "max_tokens": 4_000}, OutputLimits(0, 7)),
+        ({"max_completion_tokens": 4_000, "max_tokens": 7}, OutputLimits(0, 7)),  # a field of chats
         ({"max_tokens": 50, "min_tokens": 20}, OutputLimits(20, 50)),
         ({"max_tokens": 50, "ignore_eos": True}, OutputLimits(50, 50)),
-        ({"min_tokens": "20", "max_tokens": None}, OutputLimits()),
+        ({"min_tokens": "20", "max_tokens": None}, OutputLimits(20, None)),  # as engines read it
     ],
 )
 def test_a_request_says_how_long_its_answer_may_be(body: dict[str, object], limits: OutputLimits) -> None:
