@@ -15,7 +15,7 @@ else:
     from operator import attrgetter
 
     def dataclass(*, frozen: bool = False, eq: bool = True, **options: Any) -> Any:
-        """Like `dataclasses.dataclass`; frozen ones have a hash, but can be changed."""
+        """Like `dataclasses.dataclass`, but `frozen` only adds a hash; it does not prevent assignment."""
         return dataclasses.dataclass(eq=eq, unsafe_hash=frozen and eq, **options)
 
     def replace(value: Any, **changes: Any) -> Any:

@@ -114,7 +114,7 @@ def _waiting(
 
 class SyncRouterClient:
     """`RouterClient` for threads: each call waits for the same call of an async client, which lives in its own loop and
-    thread from entering (`with`) to leaving.
+    thread while the `with` block runs.
 
     Any number of threads may share it; their calls run concurrently, over one pool of connections. It does not survive a
     fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise, and
@@ -123,7 +123,7 @@ class SyncRouterClient:
     """
 
     def __init__(self, client: AbstractAsyncContextManager[RouterClient]) -> None:
-        """`client`: has no other user and is not entered yet."""
+        """`client`: must have no other user and must not have been entered yet."""
         self._unentered = client
         self._stack = ExitStack()
         self._open: tuple[RouterClient, LoopThread] | None = None

@@ -63,9 +63,9 @@ class FailureDetector:
         tenants_of: Callable[[str], tuple[str, ...]] = lambda _: (),
         describe_doubt: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`vouches`: true if this worker's address was compared with its publisher's identity. `tenants_of`: tenants whose
-        prompts that identity lets a worker get. `describe_doubt`: a human-readable reason why the index may be wrong about a
-        worker."""
+        """`vouches`: true if this worker's address has been checked against its publisher's identity. `tenants_of`: the
+        tenants from which this identity allows a worker to receive prompts. `describe_doubt`: a human-readable reason why
+        the index may be wrong about a worker."""
         self._vouches = vouches
         self._tenants_of = tenants_of
         self._describe_doubt = describe_doubt

@@ -1,8 +1,8 @@
 """Decides which workers the index may be wrong about, and when to request a snapshot (pure; times are seconds).
 
-A snapshot is requested only if the worker's partition is read up to its end and its record makes no progress; otherwise the
-missing messages may just be on their way. The exception is a bad record whose publisher reports no higher incarnation: no
-message on its way can help. Requests back off.
+A snapshot is requested only if the worker's partition has been read to the end and its record is making no progress;
+otherwise the missing messages may just be on their way. The exception is a bad record whose publisher reports no higher
+incarnation: no message still in flight can help. Requests back off.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,19 +1,20 @@
 """The order in which a pool's waiting requests get a worker. Pure; its twin is `functions/_queue.lua`.
 
 1. **Priority**: lower first.
-2. **Tenants**: the one that has received least. A tenant's counter grows with the service that its requests take, divided by
-   its weight (`kvatlas.reservations.waiting_request.units`). One that begins to wait in a lane starts where the others there
-   are: idling or waiting elsewhere gains nothing. When a request ends, its answer's actual length replaces the estimate.
-3. **Within a tenant**: requests of programs that already run come before the first ones of new programs; then those whose
-   deadline is nearest; then those that arrived first.
+2. **Tenants**: the one that has received the least service goes first. A tenant's counter grows with the service that its
+   requests take, divided by its weight (`kvatlas.reservations.waiting_request.units`). A tenant that joins a lane starts no
+   lower than the lowest counter there, so it gains nothing by having been idle or having waited elsewhere. When a request
+   ends, its answer's actual length replaces the estimate.
+3. **Within a tenant**: requests of programs that already run come before the first requests of new programs; then those
+   whose deadline is nearest; then those that arrived first.
 
-A request may be tried when it is among the first few, its lane's window. The window doubles whenever one of them finds room,
-and shrinks to the first one when there is none, so many freed places are given out at once.
+A request may be tried when it is among the first few of its lane, the window. The window doubles whenever one of these
+requests finds room, and shrinks to a single request when one finds none, so many freed places are given out at once.
 
-**Lanes** are requests that may go to the same workers (`kvatlas.reservations.queue_lines`). The first one of a lane leaves the
-workers of each lane whose first request comes before it to that lane, and may go to all others.
+**Lanes** are requests that may go to the same workers (`kvatlas.reservations.queue_lines`). A request must not take a
+worker of another lane whose first request is ahead of it; it may go to any other worker.
 
-A router's requests wait as long as it asks for its turns (`LEASE_US`).
+A router's requests keep their places only while the router keeps asking whose turn it is (`LEASE_US`).
 """
 
 from bisect import bisect_left

@@ -99,8 +99,8 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the queue. `ahead`: about how many go first; `requests` and `tokens`: all that wait in the pool, with this
-    one."""
+    """A place in the queue. `ahead`: roughly how many go first; `requests` and `tokens`: totals waiting in the pool,
+    including this request."""
 
     reason: WaitReason
     ahead: int

@@ -58,8 +58,8 @@ class Residency:
         self._counters = counters
         self._counting = not set_semantics
         self.unproven: set[EngineHash] = set()
-        """Hashes whose block is known only from an offloaded event's tokens. If the engine uses keys, it may be another
-        block."""
+        """Hashes whose block is known only from an offloaded event's tokens. If the engine uses keys, the hash may really
+        belong to a different block."""
         self._evicted: list[EngineHash] = []
         self._shared_removals: list[tuple[EngineHash, Holding]] = []
         self._plain_removals: dict[EngineHash, None] = {}
@@ -247,8 +247,8 @@ class Residency:
         self.shared.split(name, owner, holding, copies_before)
 
     def _store_by_hash(self, event: EngineStored, holding: Holding) -> None:
-        """Count copies of hashes that the event does not resolve to blocks. If a hash is known, its block is held: a
-        placeholder's in any scope, others' in the event's own scope."""
+        """Count copies of hashes that the event does not resolve to blocks. If a hash is known, its block counts as held:
+        in any scope if the event is a placeholder, otherwise only in the event's own scope."""
         counts, lineage, shared = holding.counts, self._lineage, self.shared
         placeholder = not event.token_ids and event.local_hashes is None
         sized = placeholder and event.block_bytes and event.block_size in (0, self._resolver.block_size)

@@ -1,7 +1,7 @@
 """Splits the events of one flush into messages that fit the bus, keeping their order.
 
-The index applies a message as a whole, so its residency must be right after each part. The ledger's order (added tiers, lost
-tiers, removals child first, stores parent first) guarantees this for any split; the same holds for its marks.
+The index applies a message as a whole, so the residency must be correct after each part. The ledger's order (added tiers,
+lost tiers, removals child-first, stores parent-first) guarantees this for any split; the same holds for the marks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

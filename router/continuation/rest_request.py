@@ -78,8 +78,8 @@ def counting_fields(text: TextRequest, kind: EngineKind, prompt_tokens: int) -> 
 
 
 def _may_give_ids(text: TextRequest, kind: EngineKind) -> bool:
-    """True for a chat that may be continued as a completion of token ids: nothing but its text and tool calls is read from its
-    tokens, and all of its prompt is tokens. SGLang refuses streams of chats with ids."""
+    """True for a chat that can be continued as a completion from token ids: engines read only text and tool calls from its
+    answer's tokens, and its prompt consists of tokens alone. SGLang refuses to stream chats with token ids."""
     if text.api is not Api.CHAT or kind is not EngineKind.VLLM or text.media_items:
         return False
     return not (text.body.get("logprobs") or stops_of(text) or (text.body.get("tools") and text.choices > 1))

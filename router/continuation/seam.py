@@ -32,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Seam(JoinedEvents):
-    """Reads an engine's events. `feed` returns them for the client, without what only the router asked for. After `resume`, the
+    """Reads an engine's events. `feed` returns them for the client, minus what only the router requested. After `resume`, the
     events come from another engine, and `feed` rewrites them as the first engine's.
 
     `identity`: of the first engine's stream. `builder`: the request for the rest. `why`: the reason if the answer can't
@@ -68,7 +68,7 @@ class Seam(JoinedEvents):
         self.identity: dict[str, bytes] = {}
         self._sent = SentAnswer()
         self._prompt_ids = array("q") if prompt_ids is None else prompt_ids
-        """The prompt's token ids; empty unless this is a chat whose answer can continue by ids."""
+        """The prompt's token ids; empty unless this is a chat whose answer can be continued from token ids."""
         self._thoughts = Thoughts(ends or ThoughtEnds())
         self.builder = RestBuilder(
             text, self._sent, self._thoughts, self._prompt_ids, self._chat_events, self._generate, parsed, index=index
@@ -309,7 +309,7 @@ class Seam(JoinedEvents):
             self.give_up(Why.LONG)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
-        """The event without what only the router asked for, and with the whole answer's usage."""
+        """The event, minus the fields that only the router requested, and with the usage of the whole answer."""
         if self._hides_ids:
             raw = edits.without_token_ids(raw)
         if chunk.usage is None:

@@ -209,8 +209,8 @@ class PoolEjections:
     # ------------------------------------------------------------ sharing
 
     def take_changes(self, now: float, *, used: bool) -> list[EjectionChange]:
-        """The changes to share now: counts of workers that recently failed, and verdicts. `used`: this router has requests for
-        the pool, so it may ask to try workers again."""
+        """The changes to share now: the counts of each worker that recently failed, and the verdicts. `used`: this router
+        has requests for the pool, so it may ask for workers to be retried."""
         changes = []
         for worker_id, worker in self._workers.items():
             worker.own.fade(now)

@@ -41,8 +41,8 @@ class KnownHolders:
                 del self._known[tenant_id]
 
     def _equal_part(self) -> int:
-        """The most objects that each tenant may keep, so that all together fit with some to spare. Those with fewer leave the
-        rest to the others."""
+        """The most objects that each tenant may keep, so that all of them together fit, with room to spare. Tenants with
+        fewer leave the rest of their share to the others."""
         room = int(self._most * (1 - SPARE))
         sizes = sorted(map(len, self._known.values()))
         for place, size in enumerate(sizes):

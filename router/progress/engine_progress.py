@@ -278,7 +278,7 @@ class EngineProgress:
 
 
 def _extend(deadlines: _Deadlines | None, bounds: Bounds, at: float) -> _Deadlines:
-    """The deadlines with those of one more request."""
+    """The deadlines, with those of one more request added."""
     if deadlines is None:
         return _Deadlines.of(bounds, at)
     deadlines.add(bounds, at)

@@ -73,7 +73,8 @@ class ProgressMonitor:
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
         self._stalled: dict[str, _Engine] = {}
-        """Workers reported as stalled. Kept separately, because each request asks for them, however many engines there are."""
+        """Workers reported as stalled. Kept separately because every request looks them up, and a scan of all engines would
+        take too long."""
         self._times: dict[str, ExpectedTimes] = {}
         self._records: Mapping[str, FleetRecord] = {}
         self._read_at = float("-inf")

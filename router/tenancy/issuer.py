@@ -26,7 +26,8 @@ LEEWAY_S = 30
 
 
 class IssuedTokens:
-    """Tokens of all issuers in one file. A checked token is remembered until it expires or the keys change."""
+    """Verifies the tokens of all issuers listed in one file. A verified token is cached until it expires or the keys
+    change."""
 
     def __init__(self, issuers: Mapping[str, Issuer]) -> None:
         self._issuers = {

@@ -122,7 +122,7 @@ def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise _unknown("a tool that is not a function")  # a tool that is built into the engine
         function = {name: tool[name] for name in tool if name != "type"}
-        if sglang:  # it sets these fields in any case, and shows the template all that are set
+        if sglang:  # it always sets these fields, and passes every field that is set to the template
             if tool.get("description") is None:
                 raise _unknown("a tool without a description")
             function = {name: tool.get(name) for name in ("name", "description", "parameters")}

@@ -49,7 +49,8 @@ class PastDecision(NamedTuple):
 
 
 class DecisionHistory:
-    """Bounded: STEPS intervals of STEP_S each, with the workers chosen in them, and the LAST choices."""
+    """Bounded: STEPS intervals of STEP_S each, with the workers chosen in them, and the most recent choices (at most
+    LAST)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

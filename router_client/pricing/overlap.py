@@ -113,7 +113,7 @@ class HeldPrefix(NamedTuple):
 
 NOTHING_HELD = HeldPrefix()
 
-_tiers = cache(tiers_of)  # at most 256 flags bytes, read for each worker of each result
+_tiers = cache(tiers_of)  # at most 256 flag bytes, read for each worker of each result
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ class KindQuote:
         same_domain: bool = True,
         rate: ReadRate | None = None,
     ) -> list[Piece]:
-        """The pieces to read of these runs from token `start` up to token `end`, one for each run. `source`: who holds them, if
+        """The pieces of these runs to read, from token `start` up to token `end`, one per run. `source`: who holds them, if
         not the worker itself."""
         pieces = []
         for tokens, tier in _clip_runs(runs, start, end):

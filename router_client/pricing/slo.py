@@ -1,4 +1,4 @@
-"""The limits of a request on each worker (its reported room, and the SLO from the settings), and the advice."""
+"""What limits a request on each worker (the free capacity it reports, and the SLO), and the resulting advice."""
 
 from collections.abc import Sequence
 from enum import StrEnum

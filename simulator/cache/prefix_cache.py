@@ -19,7 +19,7 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """Settings for cached prefixes. By default all are cached until their room is needed, as in engines."""
+    """Settings for cached prefixes. By default, all are cached until their space is needed, as in real engines."""
 
     sharing: bool = True
     """Off: nothing is cached or found; forks still share their blocks."""
@@ -180,8 +180,7 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def limit_prefixes(self) -> None:
-        """Drop prefixes until no more are left than the settings allow. Costs a walk over all prefixes for each one
-        dropped."""
+        """Drop prefixes until their number is within the settings' limit. Each drop walks over all prefixes."""
         limit = self.settings.max_prefixes
         while limit is not None and len(self._tree.leaves) > limit:
             droppable = [leaf for leaf in self._tree.leaves if self._removable(leaf)]

@@ -9,15 +9,15 @@ class StepCost:
 
     prefill_us_per_token: float = 45.0
     decode_step_us: float = 8_000.0
-    """Once for each step in which anything decodes: the time to read the weights."""
+    """Once per step in which anything decodes: the time to read the weights."""
     decode_us_per_sequence: float = 50.0
     decode_us_per_kv_token: float = 0.02
     """The time to read the KV of one token of a decoding sequence."""
     swap_in_us_per_block: float = 55.0
     attention_us_per_token_pair: float = 0.0
-    """For each pair of a prompt token that is computed and a token before it: attention grows quadratically."""
+    """Per pair of a computed prompt token and a token before it: attention cost grows quadratically."""
     overhead_us: float = 0.0
-    """Once for each step, whatever it computes: scheduling and kernel launches."""
+    """Once per step, whatever it computes: scheduling and kernel launches."""
 
     def step_us(
         self,

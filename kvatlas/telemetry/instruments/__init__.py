@@ -64,7 +64,7 @@ INSTRUMENTS: dict[str, dict[str, Series]] = {
     "messages_out": MESSAGES_OUT,
     "messages_in": MESSAGES_IN,
 }
-"""Group -> field of the group's counters (a dot leads into a field) -> its series."""
+"""Group -> field of the group's counters (a dot descends into a nested field) -> the field's series."""
 
 NOT_EXPORTED: dict[str, set[str]] = {
     "publisher": {

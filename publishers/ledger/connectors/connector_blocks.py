@@ -109,8 +109,8 @@ class ConnectorBlocks:
         return [EngineRemoved([name], tier, group) for tier, group, name in reversed(due)]
 
     def restore(self, copies: Iterable[_Copy], ages: Mapping[_Copy, int] | None = None) -> None:
-        """Restore a saved ledger's blocks. All blocks of stores get a time to live, because it is not saved which stores report
-        removals. `ages`: ticks that have passed; 0 for blocks without one."""
+        """Restore a saved ledger's blocks. All blocks of stores get a time to live, because the saved ledger does not
+        record which stores report removals. `ages`: ticks elapsed per block; 0 for blocks without an age."""
         stores, aged = (Tier.LOCAL_SSD, Tier.OBJECT_STORE), ages or {}
         self._stored_at = {copy: self._tick - aged.get(copy, 0) for copy in copies if copy[0] in stores}
 

@@ -43,7 +43,7 @@ MODEL_KEY = "x-kvatlas-model"
 MOST_MESSAGE_BYTES = 3 * MAX_TOKENS
 """Token ids below 2^21 take at most 3 bytes. Longer messages would delay others while they are decoded."""
 MOST_STREAMS = 64
-"""Simultaneous calls of one connection; the client delays more of them."""
+"""Maximum concurrent calls per connection; the client holds back any beyond that."""
 LOST_S = 60
 """Time without a byte after which a client is asked whether it is still there."""
 
