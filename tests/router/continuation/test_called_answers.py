@@ -150,7 +150,7 @@ async def test_a_call_goes_on_after_each_event(
                 assert found == undisturbed, (after, again, script.asked)
                 assert script.asked[1:2] in ([], [COMPLETIONS])
         counted = (await status(client))["proxy"]["continued"]
-        assert counted["resumed"] >= 3 and not any(counted[why] for why in counted if why != "resumed")
+        assert counted["resumed"] >= 2 and not any(counted[why] for why in counted if why != "resumed")
 
 
 async def test_a_call_begun_by_a_second_engine_goes_on_at_a_third(
