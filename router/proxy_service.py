@@ -1,7 +1,7 @@
-"""The proxy as a process: the parts that route requests, connections to the engines, and a server.
+"""Runs the proxy as a process: the parts that route requests, connections to the engines, and a server.
 
 When cancelled, it drains. First it reports that it is not ready but still takes requests, until load balancers have noticed.
-Then it takes no more, and running requests may finish.
+Then it takes no more requests, and running ones may finish.
 """
 
 import logging

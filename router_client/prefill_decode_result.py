@@ -1,4 +1,4 @@
-"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if it is another one."""
+"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if that is a different one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -145,7 +145,7 @@ class PairChoice(PairChoiceData):
         timings: Timings | None = None,
         whole: Usage | None = None,
     ) -> None:
-        """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        """Report the end of the request; see `Choice.done`. Exiting the block of `route_pd` does the same."""
         if self.prefill is not None:
             await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings, whole))
         else:

@@ -122,7 +122,7 @@ async def serve(
 
 
 class _Arriving:
-    """A connection whose TLS handshake is not complete. It has a place like any other."""
+    """A connection whose TLS handshake is not complete. It takes a place like any other connection."""
 
     def close_idle(self) -> None:
         """Never called: it is never idle."""
