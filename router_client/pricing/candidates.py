@@ -35,8 +35,8 @@ class Candidate:
     """A worker that may get a prompt.
 
     `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
-    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many more
-    requests and tokens it can take. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
+    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
+    requests and tokens it can hold. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What limits a request on each worker (the free capacity it reports, and the SLO), and the resulting advice."""
+"""What limits a request on each worker (the capacity it reports, and the SLO), and the resulting advice."""
 
 from collections.abc import Sequence
 from enum import StrEnum

@@ -64,7 +64,7 @@ class EngineRequest:
         self.computed = 0
         """Real tokens; for a decoding sequence as of decode step `joined_at`."""
         self.generated = 0
-        """Likewise, as of that step."""
+        """Likewise, for a decoding sequence as of that step."""
         self.joined_at = 0
         self.change_at = self.finish_at = -1
         """The decode steps in which it next begins or fills a block, and in which it generates its last token; -1: not

@@ -98,7 +98,7 @@ class Generator:
         return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
 
     def popular(self, things: int, skew: float = 1.0) -> int:
-        """The number of one of `count` things, of which the first ones are the most popular (Zipf)."""
+        """The number of one of these `things`, of which the first ones are the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
 
     def _begin_s(self) -> float:
