@@ -117,24 +117,23 @@ def said(raw: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "more"),
+    ("tokens", "parts", "more"),
     [
-        (ANSWER, {}),
-        (ANSWER, {"max_tokens": 9}),
-        (ANSWER, {"stream_options": None}),
-        (FIRST_CALL, {"return_token_ids": True}),
-        ((START, "Hm", ".", END, *ANSWER), {}),
+        (ANSWER, (1,), {}),
+        (ANSWER, (2, 3), {}),
+        (ANSWER, (2, 3), {"max_tokens": 9, "stream_options": None}),
+        (FIRST_CALL, (1,), {"return_token_ids": True}),
+        ((START, "Hm", ".", END, *FIRST_CALL), (1,), {}),
     ],
 )
-@pytest.mark.parametrize("parts", [(1,), (2, 3)])
 async def test_a_call_goes_on_after_each_event(
     store: Store,
     valkey_url: str,
     monkeypatch: pytest.MonkeyPatch,
     no_budget: None,
     tokens: tuple[str, ...],
-    more: dict[str, Any],
     parts: tuple[int, ...],
+    more: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(continued_answer, "PARSE_PAUSE", 0)
     engine = ExactEngine(tokens, parts=parts, reason="stop")
