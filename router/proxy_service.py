@@ -120,8 +120,8 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a
-    client leaves (`ON_LEAVE`)."""
+    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a client
+    disconnects (`ON_LEAVE`)."""
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(

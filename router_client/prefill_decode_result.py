@@ -78,7 +78,7 @@ class PairChoiceData:
 
     @property
     def advice(self) -> Advice:
-        """GO to send the request; if even the best pair has no room or misses the SLO, hold it back or refuse it."""
+        """GO: send the request. If even the best pair is full or misses the SLO: hold it back or refuse it."""
         if not self.over:
             return Advice.GO
         late = (self.ttft_us or 0) > self.decode.ranking.shed_factor * self._slo_ttft_us

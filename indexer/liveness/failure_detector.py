@@ -208,7 +208,7 @@ class FailureDetector:
 
     @property
     def lost_now(self) -> int:
-        """Number of lost workers, except those that announced that they would leave."""
+        """Number of lost workers, except those that announced their departure."""
         lost = (one for one in self._workers.values() if one.liveness is Liveness.LOST)
         return sum(one.state is not EngineState.DRAINING for one in lost)
 

@@ -35,7 +35,7 @@ PAUSED_S = 4.0
 silent."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""Time within which to find a fleet record that no replica judges. A paused replica may have written it after the worker was
+"""Time within which a fleet record that no replica judges is found. A paused replica may have written it after the worker was
 retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")

@@ -109,7 +109,7 @@ class RepairLoop:
 
     async def _close_too_large(self, records: Mapping[str, WorkerRecord]) -> None:
         """Take workers with more blocks than their publishers' identities allow out of the index: one publisher must not fill
-        the store, in which the next message of any worker would then find no room."""
+        the store, because there would then be no memory for the next message of any worker."""
         self._left_out = {worker_id: at_s for worker_id, at_s in self._left_out.items() if worker_id in records}
         limits = {
             worker_id: most

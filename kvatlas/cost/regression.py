@@ -164,7 +164,7 @@ class Evidence:
         )
 
     def fading(self, kept: float) -> "Evidence":
-        """The same evidence, which leaves only this share of older evidence."""
+        """The same evidence, but when added, it keeps only this share of older evidence."""
         return Evidence(self.requests, self.keep * kept, self.errors_keep * kept, self.sums)
 
     def followed_by(self, newer: "Evidence") -> "Evidence":

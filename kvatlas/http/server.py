@@ -129,9 +129,9 @@ class _Arriving:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and reports when it accepts connections.
+    """A server that leaves signals to the process, and reports when it accepts connections.
 
-    With TLS it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
+    With TLS, it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
     and any number of clients could delay theirs.
     """
 

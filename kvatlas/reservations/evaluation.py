@@ -250,7 +250,7 @@ def _check_slo(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> 
 
 
 def _check_room(limits: Limits, limit: Limit, load: Load, kv_tokens: int, cached: int) -> int:
-    """Limits that a worker with known load has no room for. KV for prompts that wait there counts as taken."""
+    """Limits that a worker with known load would exceed. KV for prompts that wait there counts as taken."""
     over = 0
     if limit.slots > 0 and load.running_decodes >= limit.slots:
         over |= Over.SLOTS

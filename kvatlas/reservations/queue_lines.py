@@ -62,7 +62,7 @@ class QueueLines:
         return STRAYS
 
     def line_for(self, lane: str, rank: int, tenant: str) -> Line | None:
-        """The line in which a request may wait; None if there is no room for another one."""
+        """The line in which a request may wait; None if no further line is allowed."""
         for name, most in ((tenant, MOST_LINES), (SHARED, 2 * MOST_LINES)):
             line, left = (lane, rank, name), most - len(self.places)
             if line in self.places or len(self._own.get(name, ())) < left:

@@ -45,7 +45,7 @@ class StoreLatency:
 
 
 class LateCalls:
-    """Store calls past their deadline. They run to their end, so that a connection that is just being made is ready for the
+    """Store calls past their deadline. They run to their end, so that a connection that is just being opened can serve the
     next call instead of being cancelled every time. The store's own timeout ends them."""
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ class Processor:
         self._log = RateLimitedLog(_log)
 
     async def run(self, messages: AsyncIterable[ProcessingRequest], send: Send) -> None:
-        """Process one request. Returns at its end, or when the picker leaves the rest to the gateway.
+        """Process one request. Returns at its end, or when the gateway handles the rest alone.
 
         Raises OutOfOrder if the gateway violates the protocol.
         """

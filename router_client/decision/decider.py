@@ -122,7 +122,7 @@ class Decider:
         return await self._name_blocks(prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all))
 
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
-        """Choose in the first of these ways that can; after a failure of the store only in the last one.
+        """Choose in the first of these ways that works; after a failure of the store, only in the last one.
 
         1. One call of the store looks up, prices and books.
         2. The index is asked first. Then the store chooses among few named workers and all others, their look-alikes.
@@ -215,7 +215,8 @@ class Decider:
         return await self._booker.turns(pool_id, left, waiting, call_store=not self.store_is_far)
 
     async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
-        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller leaves, all end."""
+        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller is cancelled, all
+        bookings end."""
         try:
             return await self._named_blocks.name(prompt, choice)
         except BaseException:

@@ -44,7 +44,7 @@ class ResponseMode(StrEnum):
     """How much of an answer passes through the picker.
 
     `whole`: everything that the gateway sends. `headers`: only the headers, if the gateway lets the picker choose. `none`: the
-    picker leaves the stream once it has sent the request back, unless the gateway sends answers in full duplex.
+    picker closes its side of the stream once it has sent the request back, unless the gateway sends answers in full duplex.
     """
 
     WHOLE = "whole"
