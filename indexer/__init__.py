@@ -7,7 +7,7 @@
 Invariants:
 - Any number of replicas may read the same partition: the fence inside the index (`kvatlas.index.protocol`) takes each
   message once. Leases only save work.
-- When in doubt, a consumer is dropped with its queue, and another one starts from the stored position; messages that come
+- When in doubt, a consumer is dropped with its queue, and a new one starts from the stored position; messages that come
   twice are duplicates.
 - A message is applied, found to be a duplicate, or counted with a reason and kept as a dead letter. No message stops a
   partition.

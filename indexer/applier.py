@@ -72,7 +72,7 @@ class Applier:
         self.wake()
 
     def detach(self, queue: PartitionQueue) -> None:
-        """Take no more from the queue; messages of a call under way may still be applied."""
+        """Take nothing more from the queue; messages of a call under way may still be applied."""
         if queue in self._queues:
             self._queues.remove(queue)
 

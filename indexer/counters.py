@@ -47,7 +47,7 @@ class IndexerCounters:
     grants_refused: int = 0
     grants_bad: int = 0
     grants_excess: int = 0
-    """requests of workers that asked too often; not read"""
+    """requests of workers that asked too often; never read"""
     records_bad: int = 0
     """fleet records that could not be written"""
     pools_repaired: int = 0
@@ -56,7 +56,7 @@ class IndexerCounters:
     heartbeats: int = 0
     heartbeats_bad: int = 0
     heartbeats_excess: int = 0
-    """heartbeats of workers that sent too many; not read"""
+    """heartbeats of workers that sent too many; never read"""
     heartbeats_refused: int = 0
     """heartbeats of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0

@@ -111,7 +111,7 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
 async def measure(
     owned: Collection[int], index: ResidencyIndex, store: Store
 ) -> tuple[IndexMetrics, StoreGauges] | None:
-    """Measure the whole index and its store, if this replica owns the first partition: only that one reports the index, so
+    """Measure the whole index and its store, if this replica owns the first partition: only its owner reports the index, so
     that sums are right. Other replicas read nothing from the store and get None."""
     if 0 not in owned:
         return None

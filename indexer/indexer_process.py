@@ -158,7 +158,7 @@ class Replica:
 
     @property
     def workers_lost(self) -> int:
-        """Workers of owned partitions that fell silent without announcing that they would leave."""
+        """Workers of owned partitions that fell silent without announcing their departure."""
         return self._detector.lost_now
 
     @property

@@ -1,4 +1,4 @@
-"""Runs one indexer process: connects, serves, and leaves cleanly when cancelled."""
+"""Runs one indexer process: connects, serves, and shuts down cleanly when cancelled."""
 
 import gc
 import logging

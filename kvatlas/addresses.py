@@ -58,7 +58,7 @@ def parse_ip(host: str) -> Ip | None:
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address to listen on is a loopback one."""
+    """True if an address to listen on is a loopback address."""
     own = parse_ip(host)
     return own.is_loopback if own is not None else host == "localhost"
 

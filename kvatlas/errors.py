@@ -1,4 +1,4 @@
-"""Every error that a user of kvatlas may see.
+"""The errors that a user of kvatlas may see.
 
 KvatlasError                    one clear line: what was wrong, with which value, what was expected
  |- InvalidValue                a value from outside breaks a rule of the contract (ValueError too)

@@ -4,8 +4,8 @@
     milliseconds since 1970, or one above the others | random
 
 A new incarnation is above the publisher's last, saved and requested ones, so the index accepts it. It comes from the
-clock, so a publisher that lost its state directory is still above its former self. Because the low bits are random, two
-publishers that both go above the same number never use the same incarnation.
+clock, so a publisher that lost its state directory is still above its own earlier incarnations. Because the low bits are
+random, two publishers that both go above the same number never use the same incarnation.
 
 Incarnations too far ahead of the clock are ignored. Otherwise a single message or heartbeat with the highest number
 would silence its worker forever: no publisher could go above it. Within the limit a higher number always exists: the

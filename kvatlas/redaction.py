@@ -4,7 +4,7 @@ import re
 
 _HOST = r"(?:[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.]+\])"
 _PLAIN = re.compile(rf"(?:[a-z][a-z0-9+]*://{_HOST}(?::(?:[0-9]{{1,5}}|\*))?(?:/[0-9]{{0,3}})?|{_HOST}:[0-9]{{1,5}})")
-"""Scheme, host, port and a database's number."""
+"""The scheme, host, port and database number of a URL."""
 _LOCAL = re.compile(r"(?:unix|ipc|inproc|file)://[^?@]*")
 _PLACE = re.compile(rf"{_HOST}(?::[0-9]{{1,5}})?(?:/[0-9]{{0,3}})?")
 _WHOLE = re.compile(

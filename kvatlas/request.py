@@ -1,4 +1,4 @@
-"""A request as routers see it (hints, shape), and a worker as its candidate (selection result)."""
+"""A request as routers see it (hints, shape), and a worker as a candidate for it (selection result)."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -215,14 +215,14 @@ class RequestShape:
 class SelectionResult:
     """One worker as a candidate for a request, and the request's cost there.
 
-    Blocks have the worker's own block size. `required_blocks`: blocks of the prompt, including its partial last one (which
-    no engine keeps for others). `overlap_blocks`: number of leading ones that the worker holds. `resident_tokens`: tokens in
-    them (a lower bound if the worker publishes only every g-th block). `usable_tokens`: number of these that its engine will
-    reuse. `source`: the worker whose copy it would read, for `transferred_tokens` more; with `reads_store` it is a shared
+    Blocks have the worker's own block size. `required_blocks`: blocks of the prompt, including its partial last one (which no
+    engine keeps for others). `overlap_blocks`: number of leading ones that the worker holds. `resident_tokens`: tokens in them
+    (a lower bound if the worker publishes only every g-th block). `usable_tokens`: number of these that its engine will reuse.
+    `source`: the worker whose copy it would read, for `transferred_tokens` more tokens; with `reads_store` it is a shared
     store, which its engine reads unasked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are
-    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known=False`:
-    the load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would
-    miss. `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
+    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known=False`: the
+    load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss.
+    `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str

@@ -1,7 +1,7 @@
 """Bounds for values from outside, and pydantic's errors as one line for a user.
 
-Calculations rely on these bounds: products of two of the values stay below MAX_NUMBER, and values that the store keeps in
-32 bits fit.
+Calculations rely on these bounds: the product of any two values stays below MAX_NUMBER, and values that the store keeps in 32
+bits fit.
 """
 
 from fnmatch import fnmatchcase

@@ -125,4 +125,4 @@ def _kvatlas(
 
 
 def _kvatlas_command() -> None:
-    """Only listed: the command being run is imported instead."""
+    """A command that is only listed; the command being run is imported instead."""

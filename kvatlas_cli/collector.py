@@ -51,8 +51,8 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with
-    another name or address is another engine. While Kubernetes does not answer, the known pods stay."""
+    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
+    different name or address is a different engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
         self._api = api
@@ -127,7 +127,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """`ends`: it was asked to stop."""
+    """`ends`: the pod was asked to stop."""
 
     name: str
     address: str

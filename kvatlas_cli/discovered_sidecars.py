@@ -14,8 +14,8 @@ async def discover_sidecars(
 ) -> list[PublishSettings]:
     """Settings of a publisher for each rank of an engine, from the flags, or discovered. Raises Unreachable.
 
-    The block size is learned from events, because engines with context parallelism, or with several kinds of attention,
-    have blocks other than their flag says.
+    The block size is learned from events, because engines with context parallelism, or with several kinds of attention, have
+    blocks of a size other than their flag says.
     """
     from kvatlas_publishers.engines.discovery import discover, shift_port
 

@@ -164,7 +164,7 @@ def _last_sent(reply: ControlReply) -> tuple[int, int]:
 
 
 def _total(counted: RecountResult) -> list[int]:
-    """The digest of all scopes: counts add up, sums modulo 2^32."""
+    """The digest of all scopes: counts are added, sums are added modulo 2^32."""
     words = Digest().words
     for scope_words in counted.scopes.values():
         words = [

@@ -1,7 +1,7 @@
 """Returns memory to the system that the C library's allocator kept after a burst of events or requests.
 
-glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that took in 131,072 blocks at once kept 97 MiB
-more than before, of which only 28 belonged to blocks. `malloc_trim` returns the rest.
+glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that received 131,072 blocks at once kept 97 MiB more
+than before, of which only 28 belonged to blocks. `malloc_trim` returns the rest.
 """
 
 import ctypes

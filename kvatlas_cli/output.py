@@ -81,7 +81,7 @@ def _table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 
 def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """The first cell, then the others after their columns' names; a pair stays on one line if it fits."""
+    """The first cell, then the others, each after its column's name; such a pair stays on one line if it fits."""
     lines, line = [row[0]], " "
     for column, cell in zip(columns[1:], row[1:], strict=True):
         pair = f" {column}: {cell}" if column else f" {cell}"

@@ -36,9 +36,9 @@ class BlockRecorder(ABC):
     ) -> Sequence[EngineHash]:
         """Record stored blocks: an engine's event, or token ids and their scope. Returns the blocks' names.
 
-        With token ids the names are made here, for the `parent` of later calls and for `removed`; `parent` is the name of the
-        block before the first, and only full blocks are stored. Raises InvalidValue for token ids that can't be hashed, for a
-        parent that is not such a name, and without a block size.
+        With token ids, the names are created here, for use as `parent` in later calls and in `removed`; `parent` is the name
+        of the block before the first, and only full blocks are stored. Raises InvalidValue for token ids that can't be hashed,
+        for a parent that is not such a name, and if there is no block size.
         """
         if not isinstance(what, EngineStored):
             size = block_size or self.settings.block_size

@@ -103,7 +103,7 @@ class PublisherCounters:
 
 @dataclass(frozen=True, slots=True)
 class PublisherGauges:
-    """Current state of one worker's publisher. `silence_s=None`: no batch yet; `left_out`: `Verdict.share` of
+    """The current state of one worker's publisher. `silence_s=None`: no batch yet; `left_out`: `Verdict.share` of
     `kvatlas_publishers.intake.feed_coverage`; `feed_connected=None`: there is no event socket."""
 
     feed_connected: int | None

@@ -22,7 +22,8 @@ class Diagnoses:
         return tuple(self._by_name.values())
 
     def set(self, name: str, seen: str, cure: str, *, counts: bool = False) -> None:
-        """Set a diagnosis; logged if new. `counts`: `seen` has numbers that change, so only a new cure is logged again."""
+        """Set a diagnosis; logged if new. `counts`: `seen` contains numbers that change, so only a new cure is logged
+        again."""
         found = Diagnosis(name=name, seen=seen[:MAX_DIAGNOSIS_TEXT], cure=cure[:MAX_DIAGNOSIS_TEXT])
         before, self._by_name[name] = self._by_name.get(name), found
         if before is None or (before.cure != found.cure if counts else before != found):

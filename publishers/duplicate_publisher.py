@@ -1,4 +1,4 @@
-"""If two publishers publish one worker, the older one yields.
+"""If two publishers publish the same worker, the older one yields.
 
 Both receive the worker's heartbeats. A publisher that sees a higher incarnation than its own is the older one. It stops
 publishing and answering requests, and marks its heartbeats as informational. Once the other publisher has been silent for
@@ -28,7 +28,7 @@ class DuplicatePublisherWatch:
     """Call `start`, then `run` (until cancelled), then `stop`."""
 
     def __init__(self, parts: PublisherParts, *, silent_s: float = SILENT_S) -> None:
-        """A publisher of another fleet is ignored, as the indexers ignore it."""
+        """Publishers of other fleets are ignored, as indexers ignore them."""
         self._client = parts.client
         self._worker_id = parts.worker_id
         self._fleet_id = parts.settings.fleet_id
@@ -45,7 +45,7 @@ class DuplicatePublisherWatch:
         self._subscription = await self._client.subscribe(alive_subject(self._worker_id), cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Take the worker over once the other publisher is silent. Time without a NATS connection does not count."""
+        """Take over the worker once the other publisher is silent. Time without a NATS connection does not count."""
         while True:
             if not self._changelog.yielded:
                 await self._wakeup.wait()

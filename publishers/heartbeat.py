@@ -74,7 +74,7 @@ class HeartbeatSender:
         )
 
     async def send(self, state: EngineState | None = None) -> None:
-        """Send one now. While NATS is not connected, none is sent, because old heartbeats are useless."""
+        """Send a heartbeat now. While NATS is not connected, none is sent, because old heartbeats are useless."""
         if not self._client.is_connected:
             return
         with suppress(NatsError):  # the connection was lost at this moment; the next heartbeat is a second away

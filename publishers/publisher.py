@@ -55,7 +55,7 @@ from kvatlas_publishers.version_diagnosis import VersionDiagnosis
 
 CLOSE_S = 2.0
 HEADERS_BYTES = 1024
-"""Room for trace context beside a message's payload."""
+"""Space for trace context in addition to a message's payload."""
 STORE_TTL_S = 60
 INTAKE_S = 1.0
 
@@ -224,7 +224,7 @@ class Publisher(BlockRecorder):
         return await self._stack.__aexit__(kind, error, traceback)
 
     async def close_gently(self, deadline_s: float = 2.0) -> None:
-        """Call before leaving: publish what is possible within the deadline, and report the worker as draining in heartbeats.
+        """Call before shutdown: publish what is possible within the deadline, and report the worker as draining in heartbeats.
 
         The worker is not retired: its next publisher continues from here if it starts before the index retires the worker.
         """

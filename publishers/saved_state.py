@@ -41,8 +41,8 @@ class SavedState:
 
 
 class StateFile:
-    """The saved state of one worker. `warnings`: number of loads that found nothing usable; `warning`: the reason of the last
-    one."""
+    """The saved state of one worker. `warnings`: number of loads that found nothing usable; `warning`: the reason for the last
+    of these."""
 
     def __init__(self, state_dir: Path, worker_id: str) -> None:
         self.path = state_dir / f"{worker_id}.state"

@@ -35,11 +35,11 @@ FETCHED_TIERS = (Tier.CPU_DRAM,)
 
 
 class PublisherSettings(BaseModel):
-    """`block_bytes`: bytes of KV cache per block; 0: `token_bytes` for each token, and if that is 0 too, unknown. `engine_url`:
-    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet.
-    `events=False`: the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms.
-    `shared_store`: the store that the engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher
-    of a store. `fleet_id`: other fleets' indexers ignore the worker."""
+    """`block_bytes`: bytes of KV cache per block; 0: computed from `token_bytes`, or unknown if that is 0 too. `engine_url`:
+    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet. `events=False`:
+    the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms. `shared_store`: the store that the
+    engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher of a store. `fleet_id`: other fleets'
+    indexers ignore the worker."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 

@@ -239,7 +239,7 @@ class EngineSidecar:
                     self._state_file.try_save(self._state(publisher, feed), publisher.counters)
 
     async def _follow_sockets(self, publisher: Publisher, feed: Feed, url: str) -> None:
-        """Follow an engine whose port is chosen by its operating system: after a restart it has another port, and lists it."""
+        """Follow an engine whose port is chosen by its operating system: after a restart, it lists a new port."""
         from kvatlas_publishers.engines.discovery import listed_source  # needs httpx: 6 MiB
 
         while True:

@@ -16,7 +16,7 @@ class VersionDiagnosis:
         self._diagnoses = diagnoses
         self._seen = (0, 0)
         self._restarts: int | None = None
-        """Number of the feed's restarts when the diagnosis was set; None: it is not set."""
+        """Number of times the feed had restarted when the diagnosis was set; None: it is not set."""
 
     def look(self, counters: LedgerCounters, version: str, feed_restarts: int) -> None:
         """Set or clear the diagnosis. `version`: SGLang's, as the engine reports it; empty: unknown. `feed_restarts`: number

@@ -8,7 +8,7 @@ server needs:
     queries/          the index for other routers: queries, and a stream of changes
     prompts/          turns requests into prompts in their scopes, and finds the catalogue to look them up in
     tokens/           turns text into token ids
-    admission/        a queue for requests that no worker has room for
+    admission/        a queue for requests while all workers are full
     answers/          server-sent events, and errors in answers, read as they pass
     engine_objects/   which worker keeps stored responses, files and the like
     upstream/         connections to engines, and how their answers are judged

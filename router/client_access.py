@@ -25,7 +25,7 @@ from kvatlas_router.tenant_gate import TenantGate, permit_of, proof_in
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
-"""Header of operators' calls. It names the tenant of a request that another program sends."""
+"""A header of operators' calls, which names the tenant of a request that another program sends."""
 
 _log = logging.getLogger("kvatlas_router.tenancy")
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 class ClientBorders:
     """`entrance` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
     allowances per minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
-    `decisions`: answers have the decision header; None: only answers to keys that may see it, or if callers have no keys, all
+    `decisions`: answers have the decision header; None: only answers to keys that may see it or, if callers have no keys, all
     answers of a router on loopback (`near`)."""
 
     entrance: Entrance | None = None

@@ -1,4 +1,4 @@
-"""Bookings for requests that another program sends, held until it reports their end or until they time out.
+"""Bookings for requests that another program sends, held until that program reports their end or until they time out.
 
 A booking's id names its pool, its worker and its reservations in the store, so its end may be reported to any router of the
 pool. Only the router that made a booking learns from its answer. That router drops a booking once it finds that the store no
@@ -33,7 +33,7 @@ HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
 MOST_HELD_OF_CLIENT = 2_000
-"""A client with more has forgotten to end some: an engine runs a few hundred requests at a time."""
+"""A client that holds more has forgotten to end some: an engine runs a few hundred requests at a time."""
 MOST_ENDED = 10_000
 CHECK_S = 15.0
 """A booking whose end was reported to another router is dropped within twice this time."""

@@ -1,7 +1,7 @@
-"""The proxy as a process: the parts that route requests, connections to the engines, and a server.
+"""Runs the proxy as a process: the parts that route requests, connections to the engines, and a server.
 
 When cancelled, it drains. First it reports that it is not ready but still takes requests, until load balancers have noticed.
-Then it takes no more, and running requests may finish.
+Then it takes no more requests, and running ones may finish.
 """
 
 import logging
@@ -120,8 +120,8 @@ async def _drain(application: ProxyApplication, settings: ProxySettings, serving
 
 @asynccontextmanager
 async def open_proxy(settings: ProxySettings) -> AsyncIterator[ProxyApplication]:
-    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a
-    client leaves (`ON_LEAVE`)."""
+    """Open the application with all its parts. `kvatlas.http.server` serves it: no other server lets it know when a client
+    disconnects (`ON_LEAVE`)."""
     stack = AsyncExitStack()
     try:
         parts = await stack.enter_async_context(

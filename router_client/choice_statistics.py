@@ -38,14 +38,14 @@ class ChoiceStatistics:
         self.feed = RequestFeed()
         self.history = DecisionHistory()
         self.usage: AnswerUsage | None = None
-        """Where it is counted by tenant; None: nowhere."""
+        """Counts usage by tenant; None: it is not counted."""
         self._bounds = bounds
         self._fetches = fetches
         self._output_lengths = output_lengths
         self._log = RateLimitedLog(logging.getLogger("router_client"))
 
     def count_choice(self, choice: Choice, started_ns: int) -> None:
-        """Count a choice; `started_ns`: by `time.perf_counter_ns`."""
+        """Count a choice. `started_ns`: when it started, by `time.perf_counter_ns`."""
         counters, result = self.counters, choice.result
         counters.routed += 1
         self._count_fall(choice)

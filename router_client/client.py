@@ -82,8 +82,8 @@ class RouterClient:
     store does (`Choice.basis` says how); it raises Unreachable only if the pool's workers were never read. All calls raise
     InvalidValue for a request that breaks the contract.
 
-    Enter the client (`async with`) if it books in a store: this renews its lease there, and leaving releases everything
-    that is still booked.
+    Enter the client (`async with`) if it books in a store: this renews its lease there, and exiting the block releases
+    everything that is still booked.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RouterClient:
         store: Store | None = None,
         engine_hashes: EngineHashSource | None = None,
     ) -> None:
-        """Works on an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` creates them
-        from a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it
-        reports its prediction accuracy (`answers`). `engine_hashes`: for engines that fetch blocks by each other's own hashes
-        (KVCR); without it nothing is fetched by them."""
+        """Works on an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` creates them from
+        a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it reports
+        its prediction accuracy (`answers`). `engine_hashes`: for engines that fetch blocks by each other's own hashes (KVCR);
+        without it, nothing is fetched by such hashes."""
         self.settings = settings or RouterSettings()
         self._index = index
         self._bounds = BoundShares(self.settings.rules)
@@ -246,7 +246,7 @@ class RouterClient:
         return await self._reservations.release(pool_id, id, outcome)
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """The reservations among these, of any router of the pool, that have not ended. Raises Unreachable."""
+        """Those of these reservations, of any router of the pool, that have not ended. Raises Unreachable."""
         return await self._reservations.find_booked(pool_id, ids)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
@@ -297,10 +297,10 @@ class RouterClient:
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are
-        broken by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router. Call `await
-        choice.first_token()` when the prefill is over. Leaving the block ends the request (as failed if by an exception),
-        unless `choice.done(...)` did. Raises NoWorkers.
+        It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are broken
+        by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router. Call
+        `await choice.first_token()` when the prefill is over. Exiting the block ends the request (as failed if by an
+        exception), unless `choice.done(...)` already has. Raises NoWorkers.
         """
         choice = await self.reserve(request, avoid=avoid)
         try:
@@ -325,7 +325,7 @@ class RouterClient:
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
         """`async with router.route_pd(request) as pair`: the workers for prompt and answer, both reserved.
 
-        `pair.prefill` is None if one worker does both, because that is cheaper or there is little to compute. Both are
+        `pair.prefill` is None if one worker does both, because that is cheaper or because there is little to compute. Both are
         chosen and reserved in one call, and released together, as in `route`. Raises NoWorkers.
         """
         pair = await self.reserve_pd(request, avoid=avoid)

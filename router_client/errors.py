@@ -13,4 +13,4 @@ class NoWorkers(KvatlasError):
 
 
 class ClientClosed(KvatlasError):
-    """A sync client is used before it is entered, after it is left, or in a process forked since."""
+    """A sync client is used before it is entered, after it is exited, or in a process forked since."""

@@ -25,7 +25,7 @@ class FleetReader(Protocol):
     """Reads a pool's workers; `kvatlas.fleet_store.fleet_store.FleetStore` is one."""
 
     async def pool(self, pool_id: str) -> Mapping[str, FleetRecord]:
-        """Every worker of a pool by id, including those that get no requests now. Raises Unreachable."""
+        """Every worker of a pool by id, including those that currently get no requests. Raises Unreachable."""
 
     async def all(self) -> Mapping[str, FleetRecord]:
         """The same for every pool."""
@@ -173,7 +173,7 @@ class FleetCache:
         await asyncio.gather(*reads, return_exceptions=True)
 
     def _fresh(self, pool_id: str) -> Pool | None:
-        """The pool, if its reading is not too old."""
+        """The pool, if it was not read too long ago."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None and self._clock() - kept[0] < self._max_age_s else None
 

@@ -20,7 +20,7 @@ _open: "WeakSet[LoopThread]" = WeakSet()
 
 
 class _Call:
-    """A block in a task, which `cancel` ends, even if it has not been entered yet."""
+    """A block that runs in a task. `cancel` ends it, even if it has not been entered yet."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Any] | None = None
@@ -44,12 +44,11 @@ class _Call:
 
 
 class LoopThread:
-    """Runs coroutine functions for any number of threads; leaving its block cancels everything that still runs and ends the
+    """Runs coroutine functions for any number of threads; exiting its block cancels everything that still runs and ends the
     thread.
 
     Each coroutine runs in a copy of its caller's context, so spans keep their parents. The thread does not outlive the
-    process, and a forked process does not have it: there every call raises ClientClosed, and leaving the block does
-    nothing.
+    process, and a forked process does not have it: there every call raises ClientClosed, and exiting the block does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,7 +113,7 @@ class LoopThread:
 
     @contextmanager
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enter an async context manager, and leave it with this block, both in one task of the loop.
+        """Enter an async context manager, and exit it with this block, both in one task of the loop.
 
         Exceptions of the block are not passed on to the manager.
         """

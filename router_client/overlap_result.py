@@ -17,11 +17,11 @@ class WorkerOverlap:
     `block_size` 0: it has announced no block yet.
 
     `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
-    `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests
-    now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them
-    because they were computed there; they never count as resident. `marks`: the worker's marks show where the prompt can
-    resume. `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they do, empty
-    if all resident ones are usable.
+    `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests now.
+    `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them because they
+    were computed there; they never count as resident. `marks`: the worker's marks show where the prompt can resume.
+    `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they do; empty if all
+    resident tokens are usable.
     """
 
     worker_id: str

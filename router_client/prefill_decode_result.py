@@ -1,4 +1,4 @@
-"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if it is another one."""
+"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if that is a different one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class PairChoiceData:
 
     @property
     def advice(self) -> Advice:
-        """GO to send the request; if even the best pair has no room or misses the SLO, hold it back or refuse it."""
+        """GO: send the request. If even the best pair is full or misses the SLO: hold it back or refuse it."""
         if not self.over:
             return Advice.GO
         late = (self.ttft_us or 0) > self.decode.ranking.shed_factor * self._slo_ttft_us
@@ -145,7 +145,7 @@ class PairChoice(PairChoiceData):
         timings: Timings | None = None,
         whole: Usage | None = None,
     ) -> None:
-        """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        """Report the end of the request; see `Choice.done`. Exiting the block of `route_pd` does the same."""
         if self.prefill is not None:
             await asyncio.gather(self.prefill.done(status), self.decode.done(status, usage, timings, whole))
         else:

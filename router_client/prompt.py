@@ -1,4 +1,4 @@
-"""A prompt in its identity scope, as token ids or as ready hashes. Callers route it."""
+"""A prompt in its identity scope, as token ids or as precomputed hashes, for callers to route."""
 
 from collections.abc import Sequence
 from dataclasses import field, replace
@@ -57,21 +57,20 @@ class OutputLimits:
 class Prompt:
     """One request as the router client sees it. Create it with `of_tokens`, `of_hashes`, `of_hints` or `of_shape`.
 
-    `tokens` are hashed for each block size that the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes
-    each) have one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has
-    one entry per block, so it fits workers of one block size. `media`, for token ids only: images and other items among
-    them, for any block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose fleet record does not say; 0
-    for unknown; `byte_ends`, if blocks differ: the bytes up to each block's end. `memory`: keeps the hash chains of token ids
-    for the next turn of a conversation; absent: the router client's own. `session_id`: requests of one session keep their
-    worker, if the router's settings say so. `select`: which workers may get it. `reading`: the request's limits on reading
-    the engine's prefix cache.
+    `tokens` are hashed for each block size that the pool uses. `hashes` (packed sequence hashes, 8 little-endian bytes each)
+    have one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has one entry
+    per block, so it fits workers of one block size. `media`, for token ids only: images and other items among them, for any
+    block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose fleet record does not say; 0 for unknown;
+    `byte_ends`, if blocks differ: the bytes up to each block's end. `memory`: keeps the hash chains of token ids for the next
+    turn of a conversation; absent: the router client's own. `session_id`: requests of one session keep their worker, if the
+    router's settings say so. `select`: which workers may get the request. `reading`: the request's limits on reading the
+    engine's prefix cache.
 
-    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers are
-    like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker with one
-    of them may be priced as one that fetches KV from another. `strategy=None`: as the router's settings say. `notes`:
+    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers
+    are like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker
+    with one of them may be priced as one that fetches KV from another. `strategy=None`: as the router's settings say. `notes`:
     parts of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill.
-    `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it
-    says so.
+    `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it says so.
     """
 
     scope: Scope
@@ -154,7 +153,7 @@ class Prompt:
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
     ) -> Self:
-        """A prompt of ready sequence hashes, packed or as integers; `input_tokens` absent: the full blocks only.
+        """A prompt of precomputed sequence hashes, packed or as integers; `input_tokens` absent: the full blocks only.
 
         Raises InvalidValue for hashes that are not 64 bits long, a block size below 1, or fewer tokens than the blocks hold.
         """

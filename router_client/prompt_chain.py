@@ -2,7 +2,7 @@
 
 The first lookup covers FIRST_BLOCKS blocks, each later one GROWTH times as many as the one before. So a cold prompt costs one
 round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (Hashing that
-many takes about as long as a round trip.) Ready hashes are looked up at once.
+many takes about as long as a round trip.) Precomputed hashes are looked up at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class PromptChain:
     __slots__ = ("_chunks", "_pieces", "_ready", "_tokens")
 
     def __init__(self, prompt: Prompt, block_size: int, lookahead_tokens: int = 0) -> None:
-        """`lookahead_tokens`: tokens after a block that its hash covers (`kvatlas.blocks.hashing`); ready hashes cover
+        """`lookahead_tokens`: tokens after a block that its hash covers (`kvatlas.blocks.hashing`); precomputed hashes cover
         none."""
         self._chunks: list[bytes] = []
         self._pieces: Iterator[bytes] | None = None
@@ -74,7 +74,7 @@ class PromptChain:
 
     @property
     def _start(self) -> bytes:
-        """All ready hashes, or the hashes of up to START_BLOCKS blocks."""
+        """All precomputed hashes, or the hashes of up to START_BLOCKS blocks."""
         return self.chunk(0) if self._ready is not None else self.chunk(0)[: START_BLOCKS * HASH_BYTES]
 
 

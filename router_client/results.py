@@ -73,12 +73,12 @@ class LazySequence(Sequence[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every candidate with its cost, cheapest first, those without room last; empty without candidates.
+    """Every candidate with its cost, cheapest first, full ones last; empty without candidates.
 
-    `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one.
-    `left_out`: all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored
-    in the request, why no worker can hold its blocks, and for which none was looked up, one line each. `index`: who answered
-    the lookup, and how old that answer may be, if the router has a local copy of the index.
+    `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one. `left_out`:
+    all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored in the
+    request, why no worker can hold its blocks, and which workers' blocks were not looked up, one line each. `index`: who
+    answered the lookup, and how old that answer may be, if the router has a local copy of the index.
     """
 
     input_tokens: int
@@ -98,12 +98,12 @@ class Ranking:
 
     @property
     def advice(self) -> Advice:
-        """GO to send the request; if every candidate has no room or misses the SLO, hold it back or refuse it."""
+        """GO: send the request. If every candidate is full or misses the SLO: hold it back or refuse it."""
         return advise(self.results, self.slo, self.shed_factor)
 
     @property
     def retry_after_s(self) -> int:
-        """Estimated time for the best candidate to work off the excess over the SLO: whole seconds, at least 1."""
+        """Estimated time for the best candidate to work off its excess over the SLO: whole seconds, at least 1."""
         late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
         return max(1, ceil(late_us / 1e6))
 
@@ -144,8 +144,8 @@ class ChoiceData:
     """Where to send a request, and why: the common fields of `Choice` and `SyncChoice`.
 
     `basis`: what the worker was chosen by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have
-    chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is to fetch from another one;
-    its `fields` have to go with the request.
+    chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is to fetch from another
+    engine; its `fields` have to be sent with the request.
     """
 
     worker_id: str
@@ -295,12 +295,12 @@ class Choice(ChoiceData):
         whole: Usage | None = None,
     ) -> None:
         """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more,
-        otherwise failed (0: without an answer). Leaving the block of `route` does the same, as failed if by an exception. A
+        otherwise failed (0: without an answer). Exiting the block of `route` does the same, as failed if by an exception. A
         second call changes no booking.
 
         `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
-        worker's rates are learned from it. `whole`: the usage of the client's request, if this worker generated only the
-        end of its answer, so that `usage` counts the rest of it as prompt.
+        worker's rates are learned from it. `whole`: the usage of the client's request, if this worker generated only the end
+        of its answer, so that `usage` counts the rest of it as prompt.
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:

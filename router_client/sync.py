@@ -53,7 +53,7 @@ class SyncChoice(ChoiceData):
         timings: Timings | None = None,
         whole: Usage | None = None,
     ) -> None:
-        """Report the end of the request; see `Choice.done`. Leaving the block of `route` does the same."""
+        """Report the end of the request; see `Choice.done`. Exiting the block of `route` does the same."""
         self._run(self._choice.done, status, usage, timings, whole)
 
     def _run(self, report: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -83,7 +83,7 @@ class SyncPairChoice(PairChoiceData):
         timings: Timings | None = None,
         whole: Usage | None = None,
     ) -> None:
-        """Report the end of the request; see `Choice.done`. Leaving the block of `route_pd` does the same."""
+        """Report the end of the request; see `Choice.done`. Exiting the block of `route_pd` does the same."""
         self.decode._run(self._pair.done, status, usage, timings, whole)
 
 
@@ -224,8 +224,8 @@ class SyncRouterClient:
     def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
         """`with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        Call `choice.first_token()` when the prefill is over. Leaving the block ends the request, as failed if by an
-        exception. Raises NoWorkers.
+        Call `choice.first_token()` when the prefill is over. Exiting the block ends the request, as failed if by an exception.
+        Raises NoWorkers.
         """
         choice = self.reserve(request, avoid=avoid)
         try:

@@ -41,7 +41,7 @@ class WorkloadSettings(BaseModel):
     think_s: float = Field(default=2.0, ge=0)
     """Mean of the pause between an answer and the next turn, exponentially distributed."""
     adapters: tuple[str, ...] = ()
-    """Each session uses one of them or none, each equally often."""
+    """Each session uses one of these or none, all equally often."""
     vocab_size: int = Field(default=32_000, gt=BYTE_TOKENS)
     """Token ids are at least BYTE_TOKENS and below it."""
 

@@ -1,7 +1,7 @@
 """Decides which closed workers' records to delete (pure; times are seconds of the caller's clock).
 
-A closed record refuses the rest of its incarnation in the stream. Once the stream has nothing left of it, the record is
-useless, and every pod that ever lived leaves one.
+A closed record makes the index refuse the rest of its incarnation in the stream. Once nothing of that incarnation is left in
+the stream, the record is useless, and every pod that ever lived leaves one behind.
 """
 
 from collections.abc import Iterable
@@ -10,8 +10,7 @@ from kvatlas.index.protocol import WorkerRecord
 
 
 class RecordExpiry:
-    """A record is due after it has been closed, without blocks and unchanged for `after_s`, as far as this replica
-    knows."""
+    """A record is due once it has been closed, without blocks and unchanged, for `after_s`, as far as this replica knows."""
 
     def __init__(self, after_s: float) -> None:
         """`after_s`: longer than the stream keeps a message."""

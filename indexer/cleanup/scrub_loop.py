@@ -1,7 +1,7 @@
 """Slowly recounts the blocks of each holder against its digest, to find damage that no message caused.
 
-Each replica scrubs the workers of its own partitions, because it can follow changes meanwhile by the messages that it
-applies. A damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
+Each replica scrubs the workers of its own partitions, because it can follow their changes meanwhile through the messages that
+it applies. A damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
 """
 
 import logging

@@ -15,7 +15,7 @@ RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
 """Workers that fell silent within this time of each other count as silent at the same time."""
 FEWEST_AT_ONCE = 3
-"""A smaller number is retired even if it is most of the fleet: a mistake costs two snapshots."""
+"""A smaller number of workers is retired even if it is most of the fleet: a mistake costs two snapshots."""
 BLIND_FOR_S = 600.0
 """After this long without a heartbeat a worker is retired in any case: the fleet was switched off."""
 
@@ -158,7 +158,7 @@ class FailureDetector:
             del self._notes[worker_id]
 
     def skip_pause(self, seconds: float, now_s: float) -> None:
-        """Ignore a time in which this process itself stood still (it was paused, or its machine slept)."""
+        """Ignore a period in which this process itself stood still (it was paused, or its machine slept)."""
         for worker in self._workers.values():
             worker.heard_s = min(now_s, worker.heard_s + seconds)
         for clocks in (self._last_heard_s, self._unheard_since_s):
@@ -208,7 +208,7 @@ class FailureDetector:
 
     @property
     def lost_now(self) -> int:
-        """Number of lost workers, except those that announced that they would leave."""
+        """Number of lost workers, except those that announced their departure."""
         lost = (one for one in self._workers.values() if one.liveness is Liveness.LOST)
         return sum(one.state is not EngineState.DRAINING for one in lost)
 

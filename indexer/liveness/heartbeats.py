@@ -31,11 +31,11 @@ WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
 """Minimum pause between two urgent rounds."""
 PAUSED_S = 4.0
-"""A longer gap means that this process stood still. More than the time between two rounds, less than a worker may be
+"""A longer gap means that this process stood still. More than the time between two rounds, and less than a worker may be
 silent."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""Time within which to find a fleet record that no replica judges. A paused replica may have written it after the worker was
+"""Time within which a fleet record that no replica judges is found. A paused replica may have written it after the worker was
 retired, or a failover of the store brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
@@ -59,8 +59,8 @@ class Heartbeats:
         delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`identities`: what each worker's publisher may advertise; None: everything. `fleet_id`: publishers that were given
-        another one are ignored. A worker's record in the index is deleted after it has been closed for
+        """`identities`: what each worker's publisher may advertise; None: everything. `fleet_id`: publishers that were given a
+        different id are ignored. A worker's record in the index is deleted after it has been closed for
         `delete_record_after_s`."""
         self._client = client
         self._index = index
@@ -169,8 +169,8 @@ class Heartbeats:
                     self._log.report(worker_id, line, logging.ERROR)
 
     async def _adopt(self, now_s: float) -> None:
-        """Judge the workers that the fleet store has but this replica does not judge yet. A record in a former pool of its
-        worker, or an invalid one, is removed; the next heartbeat of a live worker writes it again."""
+        """Judge the workers that the fleet store has but this replica does not judge yet. An invalid record, or one in a
+        former pool of its worker, is removed; the next heartbeat of a live worker writes it again."""
         entries = await self._fleet.entries(
             lambda worker_id, pool_id: self._owned.owns(worker_id) and self._detector.pool_of(worker_id) != pool_id
         )

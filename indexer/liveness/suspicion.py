@@ -16,8 +16,8 @@ LONGEST_PATIENCE_S = 16.0
 OOM_PATIENCE_S = 5.0
 FORGET_INCARNATION_S = 60.0
 OTHERS_ONLY_S = 5.0
-"""An incarnation is forgotten if only others of its worker were heard from for this long. This detects a publisher that lost
-its state while its clock was set back: it reports a lower incarnation than the record's."""
+"""An incarnation is forgotten if only other incarnations of its worker were heard from for this long. This detects a publisher
+that lost its state while its clock was set back: it reports a lower incarnation than the record's."""
 
 
 class Doubt(StrEnum):
@@ -97,7 +97,7 @@ class DoubtJudge:
     def judge(
         self, records: Mapping[str, WorkerRecord], at_end: Callable[[str], bool], now_s: float
     ) -> list[SnapshotRequest]:
-        """The snapshots to request now. `at_end(worker)`: True if the worker's partition is read up to its end."""
+        """The snapshots to request now. `at_end(worker)`: True if the worker's partition has been read to its end."""
         requests = []
         for worker_id in list(self._heard):
             incarnations = self._recent(worker_id, now_s)

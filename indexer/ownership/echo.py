@@ -1,6 +1,6 @@
 """Checks that messages get to NATS and back, with a message that the replica sends to itself.
 
-A flush would not do: if nats-py 2.16's reader has ended, a flush succeeds at once although no message arrives.
+A flush is not enough: if nats-py 2.16's reader has ended, a flush succeeds at once although no message arrives.
 """
 
 import anyio

@@ -83,7 +83,7 @@ class OwnedPartitions:
         return self.partition_of(worker_id) in self._running
 
     def at_end(self, worker_id: str) -> bool:
-        """True if the worker's partition is read up to its end."""
+        """True if the worker's partition has been read to its end."""
         running = self._running.get(self.partition_of(worker_id))
         return running is not None and running.reader.at_end
 

@@ -6,8 +6,8 @@ import xxhash
 
 
 def targets(members: Collection[str], partitions: int) -> dict[int, str]:
-    """Partition -> the member that should own it. Every replica computes the same result from the same members. When a
-    member comes or goes, only the partitions that it gets or had move. Empty without members."""
+    """Partition -> the member that should own it. Every replica computes the same result from the same members. When a member
+    joins or leaves, only the partitions that it gets or had move. Empty without members."""
     if not members:
         return {}
     return {

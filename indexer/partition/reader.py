@@ -1,7 +1,7 @@
 """Reads one partition of the stream: an ephemeral consumer from the stored position, pulled without waiting.
 
-If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and another one
-starts from the stored position. The fence drops messages that come twice as duplicates.
+If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and a new one starts
+from the stored position. The fence drops messages that come twice as duplicates.
 """
 
 import logging
@@ -168,7 +168,7 @@ class PartitionReader:
 
 
 async def start_position(index: ResidencyIndex, partition: int, stream: StreamInfo) -> tuple[Position, bool]:
-    """The position after which to read, which is stored from then on; True if it is the beginning of a new stream.
+    """The position after which to read, and True if it is the beginning of a new stream. The position is stored from then on.
 
     A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
     Raises KvatlasError if another owner moved the position in the meantime.

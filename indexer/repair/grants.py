@@ -1,6 +1,6 @@
 """Grants to send large snapshots: they limit the bytes on their way to one replica (pure).
 
-Without them, a new leader in NATS or a wiped store would bring the snapshots of all publishers at once.
+Without them, a new leader in NATS or a wiped store would trigger the snapshots of all publishers at once.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,8 +25,8 @@ class _Grant:
 
 
 class GrantBudget:
-    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. If
-    others wait, a worker whose grant ran out must wait GRANT_S before its next one, so that no worker blocks the others."""
+    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. If others
+    wait, a worker whose grant ran out must wait GRANT_S before its next grant, so that no worker blocks the others."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes

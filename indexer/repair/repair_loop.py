@@ -27,7 +27,7 @@ from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 LEFT_OUT_S = 600.0
-"""Pause before a snapshot is requested of a worker that had more blocks than it may have."""
+"""Pause before a snapshot is requested from a worker that had more blocks than it may have."""
 ROOM_FRACTION = 0.1
 """Free share of the memory from which to request snapshots of workers that the store had no memory for."""
 
@@ -109,7 +109,7 @@ class RepairLoop:
 
     async def _close_too_large(self, records: Mapping[str, WorkerRecord]) -> None:
         """Take workers with more blocks than their publishers' identities allow out of the index: one publisher must not fill
-        the store, in which the next message of any worker would then find no room."""
+        the store, because there would then be no memory for the next message of any worker."""
         self._left_out = {worker_id: at_s for worker_id, at_s in self._left_out.items() if worker_id in records}
         limits = {
             worker_id: most
@@ -132,8 +132,8 @@ class RepairLoop:
         return rooms[shard_of(record.partition, self._index.shards)].free >= ROOM_FRACTION
 
     async def _restart_unknown_partitions(self) -> None:
-        """Restart partitions whose position is gone from the store. The reader of a quiet partition would notice only at
-        the next message, and lose it; so this check comes before a snapshot is requested."""
+        """Restart partitions whose position is gone from the store. The reader of a quiet partition would notice only at the
+        next message, and lose that message; so this check comes before a snapshot is requested."""
         unknown = [worker_id for worker_id, doubt in self._doubt.doubts.items() if doubt is Doubt.UNKNOWN]
         for partition in {self._owned.partition_of(worker_id) for worker_id in unknown}:
             if await self._index.position(partition) is None:

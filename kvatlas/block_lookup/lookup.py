@@ -1,8 +1,8 @@
 """Finds who holds a block and what follows it, and removes it, by any of its names.
 
 Sequence hashes, and keys that contain one, are looked up in the index. Only publishers know their engines' own hashes: the
-publishers of the scope's workers are asked what a name stands for. A block is removed by its worker's publisher, whose account
-the index follows, as if the engine had removed it; if the worker has no publisher, by a direct write.
+publishers of the scope's workers are asked what a name stands for. A block is removed by its worker's publisher, whose
+messages the index follows, as if the engine had removed it; if the worker has no publisher, a direct write removes it.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ class BlockLookup:
         return sorted(found, key=residency_order)
 
     async def children(self, scope: Scope, name: BlockName | None) -> Sequence[Residency]:
-        """Every residency of the blocks that follow it (None: of first blocks). Raises NotSupported without a side index."""
+        """Every residency of the blocks that follow this one (None: of first blocks). Raises NotSupported without a side
+        index."""
         if name is None:
             return await self._index.children(scope, None)
         found: list[Residency] = []

@@ -49,8 +49,8 @@ def said_sequence_hash(block: int | BlockKey) -> int:
 def read_block_name(
     scope: Scope, block_hash: str | None, prefix: str | None, engine_hash: str | None
 ) -> BlockName | None:
-    """Read a block's name from a command or query: its hash, with `prefix` its key, or an engine's own hash. None if
-    none is given. Raises InvalidValue for both."""
+    """Read a block's name from a command or query: its hash (with `prefix`, its key) or an engine's own hash. None if neither
+    is given. Raises InvalidValue if both are."""
     if engine_hash is not None:
         if block_hash is not None or prefix is not None:
             raise InvalidValue("a block is named by an engine's hash and by another; expected one of the two")

@@ -4,7 +4,7 @@
     root     = XXH3_64(session id, or "root", as text, seed 1337)
     seq[0]   = XXH3_64(LE64(root) + LE64(local[0]), seed 1337);  seq[i] as in `kvatlas.blocks.hashing`
 
-So a key stands for a block and everything before it, as in our own chain, whatever the engine's hashes cover. Text is
+So, as in our own chain, a key stands for a block and everything before it, whatever the engine's hashes cover. Text is
 UTF-8. An integer becomes the text of its 64 bits, 16 lower-case hex digits: -1 and 2^64-1 are the same. Engine and router
 compute the same keys from the same hashes. Keys of different chains never mix, because the chain is part of the scope
 (`kvatlas.identity.Scope.chain`).

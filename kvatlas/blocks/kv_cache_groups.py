@@ -1,18 +1,18 @@
 """The positions of a prompt at which an engine can resume: the rules of its KV cache groups (vLLM 0.33).
 
-A model's layers form groups by the kind of their attention. Each group caches its own blocks under the same hashes.
-Position p is the end of the first p blocks. A prompt resumes at the deepest position, at most (prompt tokens - 1) // block
-size, that every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
+A model's layers form groups by the kind of their attention. Each group caches its own blocks under the same hashes. Position p
+is the end of the first p blocks. A prompt resumes at the deepest position, at most (prompt tokens - 1) // block size, that
+every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
 
 - full attention, MLA, sink: all blocks before p are held. This is residency itself, which is prefix-closed;
 - sliding window of W tokens: the last ceil((W - 1) / block size) blocks before p are held, or all from the first on;
 - chunked local attention of C tokens: the blocks from the start of p's chunk up to p are held; none if p starts a chunk;
 - mamba: the block before p is held (it stores the state at its end);
-- an EAGLE group without lookahead hashes must hold one more block, which is given up;
+- an EAGLE group without lookahead hashes must hold one more block, which is not reused;
 - groups of several block sizes: p is a multiple of all of them (the scheduler's block size). A larger block has the hash of
-  the last small one that it covers. If there are several groups of full attention, residency follows the smallest blocks,
-  and the groups with larger blocks must also hold everything up to p. Windows may have smaller blocks than full attention
-  (Gemma 4).
+  the last small one that it covers. If there are several groups of full attention, residency follows the smallest blocks, and
+  the groups with larger blocks must also hold everything up to p. Windows may have smaller blocks than full attention (Gemma
+  4).
 
 Groups that never share blocks (circular buffers, bounded replay) publish no events and are ignored here.
 """
@@ -87,8 +87,8 @@ class AttentionGroup:
 
     @property
     def longest_run(self) -> int:
-        """Largest number of consecutive blocks of this group that makes a difference. Undefined for full attention, which
-        needs all of them."""
+        """The number of consecutive blocks of this group beyond which more make no difference. Undefined for full attention,
+        which needs all of them."""
         if self.kind in _WINDOWED:
             assert self.window_tokens is not None
             needed = -(-(self.window_tokens - 1) // self.block_size)

@@ -19,7 +19,7 @@ from kvatlas.validation import Count, Positive
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """One item of a prompt. `id`: as the engine hashes it (vLLM: its content hash, or the name that the request gives it);
-    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for one that can't be part of a prompt."""
+    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for an item that can't be part of a prompt."""
 
     id: Annotated[str, Field(min_length=1)]
     offset: Count

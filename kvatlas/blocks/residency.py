@@ -46,8 +46,8 @@ class BlockKey:
 class Residency:
     """One block held by one worker in one tier.
 
-    `bytes`: size of the block; 0 if the worker's publisher does not know it. `pinned`: it was put as pinned. `resumable`:
-    every cache group of the engine holds what a prompt needs to resume after this block
+    `bytes`: size of the block; 0 if the worker's publisher does not know it. `pinned`: it was pinned by the `put`.
+    `resumable`: every cache group of the engine holds what a prompt needs to resume after this block
     (`kvatlas.blocks.kv_cache_groups`); None if the worker has no marks.
     """
 
@@ -218,8 +218,8 @@ class Overlap(NamedTuple):
     """Which workers hold how much of a prompt's start, counted in looked-up blocks (every granularity-th of the chain).
 
     Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
-    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: who
-    answered, if a router has a local copy of the index.
+    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: what answered,
+    if a router has a local copy of the index.
     """
 
     shards: Sequence[ShardRuns]
@@ -278,7 +278,7 @@ class TierBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """All that the workers hold of one scope in one tier. `bytes`: each worker's blocks times the block size it last
+    """Everything that the workers hold of one scope in one tier. `bytes`: each worker's blocks times the block size it last
     reported; blocks of unknown size count as 0."""
 
     scope: Scope
@@ -319,7 +319,7 @@ class ResidentCount:
 
 @dataclass(frozen=True, slots=True)
 class ModelBlocks:
-    """All that the workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
+    """Everything that the workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
 
     blocks: TierBlocks = field(default_factory=TierBlocks)
     bytes: TierBlocks = field(default_factory=TierBlocks)

@@ -121,7 +121,7 @@ def default_rule(
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """The rule of each worker: its own, otherwise that of its engine kind, otherwise the kind's default."""
+    """The rule of each worker: its own, otherwise the one set for its engine kind, otherwise the kind's default."""
 
     by_worker: Mapping[str, ReuseRule] = field(default_factory=dict)
     by_kind: Mapping[EngineKind, ReuseRule] = field(default_factory=dict)

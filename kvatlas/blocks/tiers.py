@@ -1,4 +1,5 @@
-"""Memory tiers a KV block can be held in, and the flags byte of a holder entry: the tiers' bits, the other three 0."""
+"""Memory tiers that can hold a KV block, and the flags byte of a holder entry: one bit for each tier; the other three bits are
+0."""
 
 from enum import IntEnum
 

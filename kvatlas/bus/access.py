@@ -15,9 +15,9 @@ DEFAULT_INBOX = "_INBOX"
 
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
-    """`url`: one server, or several of one cluster, separated by commas; the user and password, or token, of the first one
-    is used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is trusted
-    instead of the system's CA certificates; `cert_file` and `key_file` are this client's. `inbox`: prefix of this
+    """`url`: one server, or several of one cluster, separated by commas; the credentials of the first one (user and password,
+    or token) are used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is
+    trusted instead of the system's CA certificates; `cert_file` and `key_file` are this client's. `inbox`: prefix of this
     user's inboxes, as in its permissions; default `_INBOX.<user of the URL>`, or `_INBOX` without a user.
     """
 

@@ -1,6 +1,6 @@
 """Requests for an engine's own hashes of blocks, by which other engines fetch them (`kv.fetch`), over core NATS.
 
-They have a subject of their own, because routers send them, which may not send the requests of `kvatlas.bus.control`.
+They have a subject of their own, because routers send them, and routers may not send the requests of `kvatlas.bus.control`.
 """
 
 from typing import Annotated
@@ -11,7 +11,7 @@ from kvatlas.bus.control import ScopeFields, SequenceHash
 from kvatlas.fleet.records import WireRecord, WorkerId
 
 MOST_HASHES = 16_384
-"""Limit of a request."""
+"""Maximum number of hashes in a request."""
 
 
 class EngineHashesRequest(ScopeFields):

@@ -1,7 +1,7 @@
-"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue, with no task and no wait
-per message.
+"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue, with no task and no wait per
+message.
 
-A consumer is never repaired: if the stream, the connection or a message is lost, another one starts from the last applied
+A consumer is never repaired: if the stream, the connection or a message is lost, a new one starts from the last applied
 position. The fence drops messages that arrive twice.
 """
 
@@ -72,9 +72,9 @@ class PullConsumer:
         on_queued: Callable[[], None],
         counters: ReadCounters,
     ) -> None:
-        """`start`: the position before the first message. `pending`: messages in the stream after it. `partition`: the one
-        it reads; EVERY_PARTITION: all. `admit` gets each message's subject and payload, and returns None for one that must
-        not be applied. `on_queued` is called when an empty queue gets a message."""
+        """`start`: the position before the first message. `pending`: messages in the stream after it. `partition`: the
+        partition that it reads; EVERY_PARTITION: all. `admit` gets each message's subject and payload, and returns None for
+        one that must not be applied. `on_queued` is called when an empty queue gets a message."""
         self.name = name
         self.inbox = client.new_inbox()
         self.queue = PartitionQueue(partition, start, pending, on_room=self.pull)
@@ -155,9 +155,8 @@ class PullConsumer:
 async def open_pull_consumer(
     client: Client, name: str, filters: Sequence[str], start: Position, make: Callable[[int], PullConsumer]
 ) -> AsyncIterator[PullConsumer]:
-    """Create a consumer of everything after `start`. `make` builds it from the number of pending messages; it has not
-    pulled yet. Leaving the context deletes it. Raises nats errors, and KvatlasError if `start` belongs to another
-    stream."""
+    """Create a consumer of everything after `start`. `make` builds it from the number of pending messages; it has not pulled
+    yet. Exiting the context deletes it. Raises nats errors, and KvatlasError if `start` belongs to another stream."""
     info = await client.jetstream().add_consumer(
         STREAM,
         ConsumerConfig(

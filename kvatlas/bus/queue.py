@@ -1,7 +1,7 @@
 """Messages that a pull consumer has read from the stream and its reader has not applied yet.
 
-A queue is never repaired: when in doubt it fails, and the reader starts another one from the stored position. Messages that
-the old one still has in flight are applied, or found to be duplicates.
+A queue is never repaired: when in doubt it fails, and the reader starts a new one from the stored position. Messages that the
+old one still has in flight are applied, or found to be duplicates.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ class PartitionQueue:
         self.applied_ts_us: int | None = None
         self.failed = Event()
         self.failure = ""
-        """Why it failed."""
+        """Why the queue failed."""
         self._entries: list[_Entry] = []
         self._taken = 0
         self._position = start

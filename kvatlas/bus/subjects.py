@@ -21,7 +21,7 @@ ALL_DEAD = "kvatlas.dead.*.*"
 DEAD_REASON, DEAD_WHY, DEAD_SUBJECT = "Kvatlas-Reason", "Kvatlas-Why", "Kvatlas-Subject"
 """Headers of a dead message: why it was refused, in a word and in a line, and its original subject."""
 FLEET = "Kvatlas-Fleet"
-"""Header of an event message: the fleet of its publisher, if the publisher was given one."""
+"""Header of an event message: the fleet id of its publisher, if the publisher was given one."""
 
 
 def partition_of(worker_id: str, partitions: int) -> int:
@@ -30,7 +30,7 @@ def partition_of(worker_id: str, partitions: int) -> int:
 
 
 def events_subject(worker_id: str, partitions: int) -> str:
-    """Messages of one worker; its publisher may write no other events subject."""
+    """Messages of one worker; its publisher may write to no other events subject."""
     return f"kvatlas.events.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
 
 

@@ -15,8 +15,8 @@ Version 2 adds these, for workers whose residency does not show where a prompt c
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
 Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to another chain
-(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks have another size in some tiers:
-`{tier: bytes per block}`. `block_bytes` holds in all others (`kvatlas.blocks.block_sizes`).
+(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks differ in size in some tiers:
+`{tier: bytes per block}`. `block_bytes` applies to all others (`kvatlas.blocks.block_sizes`).
 
 Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
 A message causes bounded work: besides its hashes it has at most one begin, one end and one cleared.
@@ -91,7 +91,7 @@ above."""
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. The sender keeps to MAX_MESSAGE_BYTES (see `kvatlas_publishers.stream.outbox`)."""
+    """The bytes of a message. The sender observes MAX_MESSAGE_BYTES (see `kvatlas_publishers.stream.outbox`)."""
     scopes = {
         scope_id: [
             use.scope.model_id,

@@ -1,8 +1,8 @@
 """Results of `vllm bench serve --save-result --save-detailed`, as observed requests.
 
 The file has each request's start, times and lengths (vLLM 0.33, `vllm/benchmarks/serve.py`), so the engine's load when a
-request began follows from the others. It does not have cached tokens: the prompts must share nothing, or the engine must run
-without prefix caching.
+request began can be computed from the others. It does not have cached tokens: the prompts must share nothing, or the engine
+must run without prefix caching.
 """
 
 from collections.abc import Iterator

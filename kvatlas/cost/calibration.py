@@ -21,7 +21,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_invalid
 
 LEAST_ROWS = 8
-"""Minimum rows of a latency: fewer can't separate its coefficients."""
+"""Minimum number of rows for a latency: fewer can't separate its coefficients."""
 PASSES = 8
 """Several passes, because a row's weight depends on its error, and the error on the estimate."""
 MAX_TOKENS = 1 << 30

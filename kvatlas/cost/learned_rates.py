@@ -23,7 +23,7 @@ OVERHEAD_US: Final = 5_000.0
 that it does not count as prefill; no price uses it."""
 
 MAX_QUEUED_SHARE: Final = 0.5
-"""A request that met more queued tokens than this share of its own gives no prefill row: nothing says how much of the
+"""A request that found more queued tokens than this share of its own gives no prefill row: it is unknown how much of the
 queue's first request was already computed."""
 LONGEST_US: Final = 3.6e9
 
@@ -66,7 +66,7 @@ class FinishedRequest:
 
 
 def rows_of(request: FinishedRequest) -> tuple[Row, ...]:
-    """The rows that a request gives. Empty if they would be unreliable: unknown load, too much queued before it, no tokens,
+    """The rows that a request provides. Empty if they would be unreliable: unknown load, too much queued before it, no tokens,
     impossible times."""
     if not request.load_known or request.prompt_tokens <= 0 or request.output_tokens <= 0:
         return ()
@@ -81,7 +81,7 @@ def rows_of(request: FinishedRequest) -> tuple[Row, ...]:
 
 
 def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
-    """The terms of the time to the first token, and the us in it that are not learned; None if they are unknown."""
+    """The terms of the time to the first token, and the part of it (us) that is not learned; None if they are unknown."""
     plan, load = request.plan, request.plan.load
     moved = [piece for piece in plan.pieces if not piece.at_hand]
     cached = request.cached_tokens
@@ -196,8 +196,8 @@ def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRate
 
 
 def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
-    """Rates of a pool's workers while none of them is known: those learned for the pool, or the configured ones if those are
-    faster."""
+    """Rates of a pool's workers while none of them is known: the rates learned for the pool, or the configured ones if these
+    are faster."""
     learned = learned_rates_of(estimate_of(pool, configured), configured).rates
     return replace(
         configured,

@@ -71,7 +71,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, state: WorkerState, block_size: int) -> "Load":
-        """Load from a worker's reported state; without running decodes, its occupied request slots count."""
+        """Load from a worker's reported state; if that has no running decodes, its occupied request slots count."""
         forward = state.forward_pass
         return cls(
             running_decodes=state.running_decodes or forward.active_request_slots,

@@ -6,7 +6,7 @@ The model is linear, with one unknown **factor** for each rate (2: twice as slow
     measured = sum over RATES of factor x term at its unit
 
 **Evidence** is all that is kept of rows: the weighted sums A = sum w z z' and b = sum w z u of least squares, and the rows'
-recent errors. Sums add, so routers contribute to one estimate without overwriting each other, and a new router starts with
+recent errors. Sums add up, so routers contribute to one estimate without overwriting each other, and a new router starts with
 what was learned. Evidence fades exponentially with later requests (MEMORY), and faster while the estimate is far off the
 measurements (LOST). The estimate is
 
@@ -20,7 +20,7 @@ is fixed there, and the others are solved again.
 **Robust.** Rows are relative, z = term / expected, so that long requests do not drown out short ones. They are never
 relative to less than half of the measurement, so a stall has little weight even if the estimate is still far too low. A row
 that is off by more than HUBER times the typical error gets less weight (Huber, Robust Estimation of a Location Parameter,
-1964): however late, it pulls no more than a slightly late one. The typical error is learned too, from recent requests.
+1964): however late it is, it pulls no more than a slightly late one. The typical error is learned too, from recent requests.
 
 **Shrunk.** The estimate from a worker's few requests is drawn towards the estimate of its whole pool (Efron and Morris,
 Stein's Estimation Rule and Its Competitors, 1973): see `Estimate.shrunk`.
@@ -97,7 +97,7 @@ ERRORS: Final = 2 * len(Latency)
 """Number of leading sums that are errors."""
 _A_AT: Final = ERRORS + RATES
 SUMS: Final = _A_AT + RATES * (RATES + 1) // 2
-"""Numbers in a worker's evidence: errors and rows of each latency, then b, then A's lower triangle by rows."""
+"""The number of sums in a worker's evidence: errors and rows of each latency, then b, then A's lower triangle by rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Evidence:
         )
 
     def fading(self, kept: float) -> "Evidence":
-        """The same evidence, which leaves only this share of older evidence."""
+        """The same evidence, but when added, it keeps only this share of older evidence."""
         return Evidence(self.requests, self.keep * kept, self.errors_keep * kept, self.sums)
 
     def followed_by(self, newer: "Evidence") -> "Evidence":
@@ -230,7 +230,7 @@ class Estimate:
             share = shares[_latency_of(rate)]
             if (
                 mine > 0 and theirs > 0
-            ):  # geometric: the middle of ten times as fast and ten times as slow is equally fast
+            ):  # geometric: halfway between ten times as fast and ten times as slow is equally fast
                 factors.append(mine**share * theirs ** (1 - share))
             else:
                 factors.append(mine * share + theirs * (1 - share))

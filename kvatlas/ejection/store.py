@@ -1,5 +1,5 @@
-"""A pool's failing workers, in the pool's slot of the store: their counts, which are ejected, and which router retries
-one."""
+"""A pool's failing workers, in the pool's slot of the store: their counts, which of them are ejected, and which router retries
+each."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -11,7 +11,7 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 HALF_LIFE_S = 10.0
-"""Counts fade: after this long an answer counts half."""
+"""Counts fade: after this long, an answer counts half."""
 CLAIM_S = 2.0
 """Duration of a router's exclusive right to retry an ejected worker."""
 KEEP_S = 600.0
@@ -20,7 +20,8 @@ CHANGES_A_CALL = 200
 
 
 class Verdict(StrEnum):
-    """A change that a router wants. `COUNT`: only the counts. `PROBE`: it wants to try a worker whose ejection is over."""
+    """A change that a router wants. `COUNT`: only the counts. `PROBE`: the router wants to try a worker whose ejection is
+    over."""
 
     COUNT = "count"
     EJECT = "eject"

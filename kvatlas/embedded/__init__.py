@@ -1,4 +1,4 @@
-"""Embedded servers: real NATS and Valkey servers for a machine with nothing running.
+"""Embedded servers: real NATS and Valkey servers for a machine that runs neither.
 
     async with nats_server() as nats, valkey_server() as valkey:
         ...  # nats.url, valkey.url

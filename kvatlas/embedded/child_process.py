@@ -1,4 +1,4 @@
-"""Child processes that die with their parent, however it ends."""
+"""Starts child processes that die with their parent, however it ends."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from kvatlas.embedded import die_with_parent
 def child_command(command: Sequence[str]) -> list[str]:
     """The command to execute in place of `command`, so that it is killed when the *thread* that starts it ends (Linux).
 
-    For a thread that lives as long as the process, such as the main thread; from any other use `spawn_child`.
+    Start it in a thread that lives as long as the process, such as the main thread; in any other thread, use `spawn_child`.
     """
     return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
 

@@ -75,7 +75,7 @@ class ValkeyProcess(ServerProcess):
             "daemonize": "no",
             "save": '""',
             "appendonly": "yes" if self._appendonly else "no",
-            # The write leaves the process before it is acknowledged, so a killed server loses nothing.
+            # The write is handed to the system before it is acknowledged, so a killed server loses nothing.
             "appendfsync": "everysec",
             "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",

@@ -20,7 +20,7 @@ class Capacity:
 
 UNKNOWN = Capacity(0, 0)
 CAPACITIES = {"quillcache": Capacity(80 * GIB, 512 * GIB)}
-"""Capacities by profile name, as cost profiles are named."""
+"""Capacities by profile name; the names are those of cost profiles."""
 
 
 def capacity_of(profile: str) -> Capacity:

@@ -1,7 +1,7 @@
 """Publishers' identities: the workers, tenants, models and addresses that each may speak for. Indexers read them,
 `kvatlas auth nats` writes them.
 
-NATS proves the sender: a publisher's user may write only its own workers' subjects. So the last word of the subject, a
+NATS proves the sender: a publisher's user may publish only to its own workers' subjects. So the last word of the subject, a
 worker's id, leads to the identity that applies to it.
 """
 
@@ -47,10 +47,10 @@ class TenantRefused(InvalidValue):
 class Identity(BaseModel):
     """What one publisher's user may speak for.
 
-    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for all that no other publisher names.
-    `tenants`, `models`: names, in which `*` stands for any text. `addresses`: of its engines (`AddressList`); without any
-    it may advertise every address, and routers send requests to private ones only. `blocks`: most blocks of each worker in the
-    index, over all tiers; None: as many as the store has room for.
+    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for all that no other publisher names. `tenants`,
+    `models`: names, in which `*` stands for any text. `addresses`: of its engines (`AddressList`); without any, it may
+    advertise every address, but routers send requests to private ones only. `blocks`: maximum number of blocks of each worker
+    in the index, over all tiers; None: as many as fit in the store.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")

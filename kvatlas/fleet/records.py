@@ -124,12 +124,12 @@ class EngineEndpoint(WireRecord):
     `lookahead_tokens`: number of tokens after a block that its hash covers (`kvatlas.blocks.hashing`). `marks`: marks, not
     residency, show where a prompt can be resumed. `upper_bound`: why published residency is only an upper bound of what the
     engine reuses; empty if it is exact. `block_bytes`: bytes of KV cache per block, 0 if unknown; `tier_block_bytes`: the same
-    for tiers (labels) where it is another number. `events=False`: the engine publishes no KV events, so what it holds
-    can only be predicted from the requests it gets. `chain`: the chain of its blocks' keys
-    (`kvatlas.identity.Scope.chain`). `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts,
-    besides `tenant_id`; None: not reported by older publishers. `kv_connector`: how its engine fetches KV from others
-    (None: it can't, or that is unknown). Others with this connector fetch from it at `kv_port` of its host (None: they
-    can't), from its `kv_tiers` (labels of tiers; unknown ones are ignored).
+    for tiers (labels) whose number differs. `events=False`: the engine publishes no KV events, so what it holds can only be
+    predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
+    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
+    by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
+    with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
+    unknown ones are ignored).
     """
 
     id: WorkerId
@@ -166,7 +166,7 @@ class EngineEndpoint(WireRecord):
     kv_tiers: tuple[Text, ...] = Field(default=(), max_length=MAX_ITEMS)
 
     def bytes_in(self, tier: str) -> int:
-        """Bytes of KV cache per block in a tier (its label); 0: unknown."""
+        """Bytes of KV cache per block in the tier with this label; 0: unknown."""
         return self.tier_block_bytes.get(tier, self.block_bytes)
 
     @property
@@ -195,7 +195,7 @@ class EngineEndpoint(WireRecord):
         return self.kv_connector is KvConnector.LMCACHE or self.kv_port is not None
 
     def worker_state(self, capacity: Capacity = UNKNOWN) -> "WorkerState":
-        """The worker without load; `capacity`: such as a profile's (`kvatlas.fleet.capacity`)."""
+        """The worker without load; `capacity`: for example, a profile's (`kvatlas.fleet.capacity`)."""
         return WorkerState(
             id=self.id,
             locality_domain=self.locality_domain,
@@ -274,13 +274,13 @@ class Diagnosis(WireRecord):
 class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
-    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows whether an
-    idle worker's last messages were lost. `load` is None if the engine does not report it.
+    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows whether an idle
+    worker's last messages were lost. `load` is None if the engine does not report it.
 
-    For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none
-    of them is the endpoint's; `awaited_s`: seconds that the publisher has waited for an engine that was never up; `yielded`:
-    another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers send none
-    of the last four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
+    For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none of
+    them is the endpoint's; `awaited_s`: seconds that the publisher has waited for an engine that was never up; `yielded`:
+    another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers don't send the
+    last four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
     """
 
     worker_id: WorkerId
@@ -328,10 +328,10 @@ class FleetRecord(WireRecord):
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the
-    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*`
-    in a name stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown;
-    `doubt`: why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last one.
+    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
+    publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a name
+    stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`: why
+    the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
     """
 
     endpoint: EngineEndpoint

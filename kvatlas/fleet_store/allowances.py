@@ -1,7 +1,7 @@
 """Clients' allowances per minute, shared by all routers of a fleet: one allowance for each client and kind, in the store.
 
-Routers draw from an allowance ahead of their requests, and put back what they don't need. It refills continuously, and is as
-large as what refills in a minute.
+Routers draw from an allowance ahead of their requests, and put back what they don't need. It refills continuously;
+its size is what refills in a minute.
 
     kva:{fleet}:limit:<kind>:<client>   HASH  left, at: `functions/draw.lua`; expires when the allowance is full
 """
@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 ALLOWANCES_A_CALL = 200
 MINUTE_S = 60.0
 MOST_DEBT = 10
-"""Maximum minutes for an allowance to refill: no client pays longer for one answer, or for a router's false figures."""
+"""Maximum number of minutes that an allowance takes to refill: no client pays longer for one answer, or for a router's false
+figures."""
 
 
 class Draw(NamedTuple):

@@ -25,7 +25,7 @@ switched off."""
 
 class Departure(WireRecord):
     """A worker that was retired. `heard_us`: its last heartbeat by its indexer's clock; `at_us`: its retirement by the
-    store's. `drained`: it announced that it would leave."""
+    store's. `drained`: it had announced its departure."""
 
     worker_id: WorkerId
     model_id: Name

@@ -197,15 +197,15 @@ class FleetStore:
         await self._call("kvatlas_fleet_leave", [self._members, self._leases], [member_id])
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
-        """Take or renew the leases among `partitions` that are free, expired or already its own; return those held now,
-        ascending."""
+        """Take or renew the leases among `partitions` that are free, expired or already the member's own; return those held
+        now, ascending."""
         if not partitions:
             return []
         held = await self._call("kvatlas_fleet_claim", [self._leases], [member_id, ttl_ms, *partitions])
         return sorted(int(partition) for partition in held)
 
     async def release_leases(self, member_id: str, partitions: Sequence[int]) -> None:
-        """Release its own leases among `partitions`."""
+        """Release the member's own leases among `partitions`."""
         if partitions:
             await self._call("kvatlas_fleet_release", [self._leases], [member_id, *partitions])
 

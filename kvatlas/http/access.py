@@ -11,8 +11,8 @@ from kvatlas.runtime.certificate_files import RenewedContext
 
 MOST_HEADER_BYTES = 64 << 10
 PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
-"""Paths that are served to everyone, even on the connections reserved for probes. They say whether the server is ready, and how
-many workers a router has."""
+"""Paths that are served to everyone, even on the connections reserved for probes. They show whether the server is ready, and
+how many workers a router has."""
 _KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
 """Headers in which clients send a key; Anthropic's and Azure's use the last two."""
 _OWN_SITES = (b"same-origin", b"none")
@@ -61,8 +61,8 @@ class HttpAccess:
         """Why a request may come from a web page that must not use the server, in one line; empty if it can't. `near`: the
         server is on loopback.
 
-        Without tokens, who reaches a server is trusted, but a page in a browser on that machine reaches it too. What a page may
-        send without permission is a POST that is not JSON, and it may read answers if its own name leads to loopback (DNS
+        Without tokens, anyone who reaches a server is trusted, but a page in a browser on that machine reaches it too. Without
+        permission, a page may send a POST that is not JSON, and it may read answers if its own name resolves to loopback (DNS
         rebinding)."""
         origin = headers.get(b"origin")
         if self.tokens or self.gated or "*" in self.origins or (origin or b"").decode("latin-1") in self.origins:

@@ -1,7 +1,7 @@
 """A port in front of a server that does not limit its connections, such as gRPC's.
 
 Connections that have a place are passed on unchanged to an abstract Unix socket on which the server listens. The name of a
-connection's end there maps to its client's address.
+connection's end at that socket maps to its client's address.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ STOP_S = 5.0
 PROBE_S = 2.0
 """Time that a connection reserved for probes may take to send its headers."""
 LINGER_S = 2.0
-"""Time that a refused client has to read why."""
+"""Time that a refused client has to read the reason."""
 
 _errors = logging.getLogger("uvicorn.error.requests")
 _errors.setLevel(logging.ERROR)  # its warnings, one per request, are replaced by rate-limited reports
@@ -221,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._hidden_framing:
             return
         super().on_message_complete()
-        self.flow.resume_reading()  # a long body paused it; a client's departure is noticed only while reading
+        self.flow.resume_reading()  # a long body paused it; a disconnect is noticed only while reading
         self._in_head, self._has_begun, self.url = True, False, b""
         self.cycle.more_body = False  # even if the request was answered before its end
         if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
@@ -357,7 +357,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called while an error of the parser is handled. Two readers may disagree about where such a request ends."""
+        """Called while a parser error is handled. Two readers may disagree about where such a request ends."""
         self._counters.framing += 1
         error = sys.exception()
         cause = error.__context__ if isinstance(error, HttpParserCallbackError) else error
@@ -410,8 +410,8 @@ def _target_in(data: bytes) -> bytes:
 
 
 class _Departure:
-    """Lets one request's application know that the client has left or was refused; see `ON_LEAVE`. It has no reference to the
-    connection, which would be a cycle."""
+    """Lets one request's application know that the client has disconnected or was refused; see `ON_LEAVE`. It has no reference
+    to the connection, which would be a cycle."""
 
     __slots__ = ("_call", "_has_left")
 
@@ -426,7 +426,7 @@ class _Departure:
             self._call = call
 
     def report(self) -> None:
-        """The client has left."""
+        """The client has disconnected."""
         call, self._call, self._has_left = self._call, None, True
         if call is not None:
             call()

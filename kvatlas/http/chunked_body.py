@@ -21,8 +21,8 @@ class ChunkedBody:
         """The part of a chunk's size line that has arrived."""
 
     def find_trailers(self, data: bytearray, start: int) -> int | None:
-        """Follow new data, from `start` on. Returns where the line of the last chunk ends, which the trailers follow; None if
-        that has not arrived."""
+        """Follow new data, from `start` on. Returns the end of the last chunk's line, which the trailers follow; None if that
+        has not arrived."""
         at = start + self._left
         self._left = 0
         while at < len(data):

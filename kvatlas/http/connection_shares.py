@@ -1,6 +1,6 @@
 """Limits the connections of an HTTP server: a share for each client address, and a reserve for probes.
 
-Idle connections make room for new ones, the longest idle one first.
+Idle connections make way for new ones, the longest idle first.
 """
 
 from enum import Enum
@@ -9,7 +9,8 @@ from typing import Generic, Protocol, TypeVar
 from kvatlas.addresses import parse_ip
 
 RESERVE = 64
-"""Connections above the limit that may request only the probes' paths. As many more are refused with an answer."""
+"""Connections above the limit that may request only the probes' paths. Up to the same number of further connections are
+refused with an answer."""
 RESERVE_SHARE = 8
 """Limit of these connections per address."""
 NEARLY_FULL = 0.95
@@ -72,7 +73,7 @@ class ConnectionShares(Generic[C]):
 
     @property
     def is_nearly_full(self) -> bool:
-        """True if there is hardly room for another connection. Idle ones don't count, because they make room."""
+        """True if there is hardly any room for new connections. Idle ones don't count, because they make way."""
         return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:

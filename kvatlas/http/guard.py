@@ -1,4 +1,4 @@
-"""What stands between a connection and an application; `bounded_protocol` reads the requests.
+"""The checks between a connection and an application; `bounded_protocol` reads the requests.
 
 `HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets and, except for probes,
 requests without a token or, if the server has no tokens, those of web pages.
@@ -24,8 +24,8 @@ CERTIFICATE = "kvatlas.certificate"
 PROVEN = "kvatlas.proven"
 """Key in a request's scope: the server's token that it carries, in bytes."""
 ON_LEAVE = "kvatlas.on_leave"
-"""Key in a request's scope: a callable that takes a function to call if the client leaves before the answer's end. Cheaper
-than a task that waits for the disconnect."""
+"""Key in a request's scope: a callable that takes a function to call if the client disconnects before the answer's end.
+Cheaper than a task that waits for the disconnect."""
 TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
 """Error codes as in OpenAI's API."""
@@ -116,7 +116,7 @@ class HttpBorder:
         """True if the request has a valid token (`PROVEN`) or needs none. Browsers send no token with OPTIONS."""
         if not self._access.tokens or scope["path"] in PROBES or scope["method"] == "OPTIONS":
             return True
-        # compare all of them, each in constant time, so that the duration says nothing about a token
+        # compare all of them, each in constant time, so that the duration reveals nothing about a token
         shown = keys_in(scope["headers"])
         matched = [one for one in self._access.tokens for key in shown if hmac.compare_digest(key, one)]
         if matched:

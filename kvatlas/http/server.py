@@ -122,16 +122,16 @@ async def serve(
 
 
 class _Arriving:
-    """A connection whose TLS handshake is not complete. It has a place like any other."""
+    """A connection whose TLS handshake is not complete. It takes a place like any other connection."""
 
     def close_idle(self) -> None:
         """Never called: it is never idle."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and reports when it accepts connections.
+    """A server that leaves signals to the process, and reports when it accepts connections.
 
-    With TLS it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
+    With TLS, it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
     and any number of clients could delay theirs.
     """
 

@@ -94,7 +94,8 @@ def _bisect(
     starts: list[int],
     values: list[bytes],
 ) -> int | None:
-    """Append the runs that start in (left, right], in order. Returns the first block without a holder, if it is in there."""
+    """Append the runs that start in (left, right], in order. Returns the first block without a holder, if it is in that
+    range."""
     open_intervals = [(left, left_value, right, right_value)]
     while open_intervals:
         low, low_value, high, high_value = open_intervals.pop()

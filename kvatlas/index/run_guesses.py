@@ -1,8 +1,8 @@
 """Guesses where the runs of a lookup begin and end, from an earlier lookup with the same start.
 
 Prompts share starts, and their holders change slowly. A lookup that probes these places first finds in one step what would
-otherwise take several. A wrong guess costs probes but never changes an answer: intervals whose ends differ are searched as
-usual.
+otherwise take several steps. A wrong guess costs probes but never changes an answer: intervals whose ends differ are searched
+as usual.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,5 @@
-"""Growth of counters in the last minute. Counters since the start never fall, so they would show one fault forever."""
+"""The growth of counters in the last minute. Counters since the start never fall, so they would show a single fault
+forever."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

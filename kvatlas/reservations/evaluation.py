@@ -52,8 +52,8 @@ class UsablePrediction(NamedTuple):
 class Candidates(NamedTuple):
     """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
 
-    `rings`: ties go to the lowest (see `_row_members`); -1 for an offer that names its worker. `held_tokens`: what each holds,
-    if that is looked up.
+    `rings`: ties go to the lowest place (see `_row_members`); -1 for an offer that names its worker. `held_tokens`: what each
+    holds, if that is looked up.
     """
 
     offers: Sequence[Offer]
@@ -181,7 +181,7 @@ def backlog_us(prices: Prices, load: Load) -> float:
 
 
 def left_us(prices: Prices, work_us: float, cached_tokens: int, tokens: int) -> float:
-    """The rest of `work_us` if `tokens` are cached instead of `cached_tokens`. Rounding may make it slightly negative."""
+    """What remains of `work_us` if `tokens` are cached instead of `cached_tokens`. Rounding may make it slightly negative."""
     return work_us - (worth_us(prices, tokens) - worth_us(prices, cached_tokens))
 
 
@@ -250,7 +250,7 @@ def _check_slo(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> 
 
 
 def _check_room(limits: Limits, limit: Limit, load: Load, kv_tokens: int, cached: int) -> int:
-    """Limits that a worker with known load has no room for. KV for prompts that wait there counts as taken."""
+    """Limits that a worker with known load would exceed. KV for prompts that wait there counts as taken."""
     over = 0
     if limit.slots > 0 and load.running_decodes >= limit.slots:
         over |= Over.SLOTS

@@ -5,7 +5,7 @@ workers sorted by load. So indexers, which report workers, and routers must agre
 record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse rules) share a likeness.
 
 Look-alikes with equal costs stand on a **ring**, at the first 32 bits of the SHA-1 of their ids. A prompt goes to the next
-one after its own place, so different prompts spread and equal ones meet.
+worker after its own place, so different prompts spread, and equal ones meet.
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """A lookup: what the look-alikes of an ask hold of a prompt, found in the index by the same call that chooses among them.
 
 Without one, an ask says what its look-alikes hold, and names all that hold something else. With one, look-alikes may hold the
-prompt to any depth, so the ask stays small where each worker holds another part of it.
+prompt to any depth, so the ask stays small even if each worker holds a different part of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ MOST_ODD_BYTES = 32_768
 
 
 class LookupImpossible(KvatlasError):
-    """What the workers of an ask hold has to be looked up separately."""
+    """The blocks that the workers of an ask hold have to be looked up separately."""
 
 
 class NotInHbm(LookupImpossible):

@@ -1,6 +1,6 @@
 """One pool of `MemoryReservations`: bookings and predictions by worker, with sums that are kept up to date.
 
-Nothing here iterates over all bookings: with ten thousand open ones, another booking costs as much as the first one.
+Nothing here iterates over all bookings: with ten thousand open ones, another booking costs as much as the first.
 """
 
 from collections import Counter, defaultdict

@@ -43,7 +43,8 @@ PROGRAM_US = 300_000_000
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
-"""Counters above which those of tenants that do not wait are forgotten, and charges above which estimates stand."""
+"""Number of counters above which those of tenants that do not wait are forgotten, and number of charges above which estimates
+stand."""
 MOST_COUNTER = 9_000_000_000_000_000
 """A whole number that the store's Lua computes exactly, of 16 digits."""
 
@@ -78,7 +79,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _State:
-    """What is dropped when nothing waits any more."""
+    """The state that is dropped when nothing waits any more."""
 
     entries: dict[bytes, _Entry] = field(default_factory=dict)
     lines: QueueLines = field(default_factory=QueueLines)
@@ -91,7 +92,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """What a booking was charged with."""
+    """The charge for a booking."""
 
     account: Account
     weight_milli: int
@@ -275,7 +276,7 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """True within the limits, or within the tenant's share of them: a tenant that fills the queue keeps no other one
+        """True within the limits, or within the tenant's share of them: a tenant that fills the queue keeps no other tenant
         out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)

@@ -1,16 +1,16 @@
 """Reservations: the protocol, and the values that its calls take and return.
 
-A pool's load is what its workers report plus what routers have booked on them since. A **reservation** is one request on
-one worker: it queues the prompt tokens that the worker has to compute until the first token arrives, and runs until it is
+A pool's load is what its workers report plus what routers have booked on them since. A **reservation** is one request on one
+worker: it queues the prompt tokens that the worker has to compute until the first token arrives, and runs until it is
 released. A **prediction** is the cache content that a reservation leaves behind: the prompt's blocks count as held by the
-worker from when its prefill should end, until its events confirm them or the prediction ends (see `Reservations`).
+worker from the time when its prefill should end until its events confirm them or the prediction ends (see `Reservations`).
 
-Prefixes are cut into **steps** of STEP_BLOCKS blocks: only every STEP_BLOCKS-th hash of a chain is sent, so a prediction is
-a lower bound within STEP_BLOCKS - 1 blocks.
+Prefixes are cut into **steps** of STEP_BLOCKS blocks: only every STEP_BLOCKS-th hash of a chain is sent, so a prediction is a
+lower bound within STEP_BLOCKS - 1 blocks.
 
 A choice among hundreds of workers names only a few of them. The rest are **look-alikes**: workers of one likeness that hold
-the same blocks and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted
-by load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they may hold different parts of the prompt, too.
+the same blocks and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted by
+load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they may hold different parts of the prompt, too.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -115,11 +115,11 @@ class LookAlikes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """How the offers of an ask form pairs: one worker computes the prompt and another one the answer.
+    """How the offers of an ask form pairs: one worker computes the prompt and another the answer.
 
     The first `prefills` offers compute only the prompt, the next `decodes` only the answer, all others both. `groups` has a
-    group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there
-    from each group; below 0: it can't be moved.
+    group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there from
+    each group; below 0: it can't be moved.
     """
 
     prefills: int
@@ -344,8 +344,8 @@ class Reservations(Protocol):
         self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
     ) -> Turns:
         """Which of a router's waiting requests may be tried now. They wait for as long as it asks, at least once in
-        `kvatlas.reservations.pool_queue.LEASE_US`. `left`: requests that wait no longer; `waiting`: some that do, which are
-        added if they are missing."""
+        `kvatlas.reservations.pool_queue.LEASE_US`. `left`: requests that no longer wait; `waiting`: some that still do, which
+        are added if they are missing."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
         """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded

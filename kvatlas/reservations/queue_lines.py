@@ -1,12 +1,13 @@
-"""The lines in which a pool's requests wait, by lane, in their order. Part of `pool_queue`; its twin is `functions/_queue.lua`.
+"""The lines in which a pool's requests wait, by lane, in their order. Part of `pool_queue`; its twin is
+`functions/_queue.lua`.
 
 A line has the requests of one tenant with one priority in one lane, the requests that may go to the same workers.
 
-Lanes and lines are bounded, and no tenant can use them up: it may begin another one as long as it has fewer lines than are
+Lanes and lines are bounded, and no tenant can use them up: it may begin another line as long as it has fewer lines than are
 left (dynamic thresholds: Choudhury and Hahne, 1998). Above that:
 
-- Requests for other sets of workers wait in one lane, the strays. It holds up no other lane, and many of its requests are tried
-  at once, because one that finds no room says nothing about the next one.
+- Requests for other sets of workers wait in one lane, the strays. It holds up no other lane, and many of its requests are
+  tried at once, because one that finds no room says nothing about the next one.
 - Requests of other priorities wait in the tenant's line of that lane whose priority is the next lower one.
 - Above MOST_LINES, new tenants share lines.
 """
@@ -49,7 +50,7 @@ class QueueLines:
         self.lanes: dict[str, Lane] = {}
         self.places: dict[Line, list[Place]] = {}
         self._accounts: list[tuple[int, int, str]] = []
-        """Rank, counter and tenant of all accounts that wait."""
+        """Rank, counter and tenant of all accounts with waiting requests."""
         self._own: dict[str, list[tuple[str, int]]] = {}
         """By tenant, lane and rank of its lines."""
 
@@ -61,7 +62,7 @@ class QueueLines:
         return STRAYS
 
     def line_for(self, lane: str, rank: int, tenant: str) -> Line | None:
-        """The line in which a request may wait; None if there is no room for another one."""
+        """The line in which a request may wait; None if no further line is allowed."""
         for name, most in ((tenant, MOST_LINES), (SHARED, 2 * MOST_LINES)):
             line, left = (lane, rank, name), most - len(self.places)
             if line in self.places or len(self._own.get(name, ())) < left:

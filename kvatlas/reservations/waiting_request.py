@@ -13,15 +13,15 @@ from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
 
 MOST_LANE_WORKERS = 64
-"""A request that may go to more workers, but not to all of them, waits as if it could go to all."""
+"""A request that may go to more workers than this, but not to all, waits as if it could go to all."""
 MOST_PRIORITY = (1 << 31) - 1
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1_000.0
 ALL_WORKERS = "0" * 16
 """The lane of requests that may go to every worker of their pool."""
 
 UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
-"""Service of one token, in tenths of a prompt token that has to be computed. An output token counts twice (VTC: Sheng et al.,
-Fairness in Serving LLMs, 2024). A cached one counts for a tenth, so that a tenant is not charged for what its locality saves
+"""Service of one token, in tenths of a prompt token that has to be computed. An output token counts double (VTC: Sheng et al.,
+Fairness in Serving LLMs, 2024). A cached token counts for a tenth, so that a tenant is not charged for what its locality saves
 (Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025)."""
 
 
@@ -86,7 +86,7 @@ class WaitingRequest:
 
     @property
     def expected_units(self) -> int:
-        """The service that it will take if nothing of its prompt is cached."""
+        """The service that the request will take if none of its prompt is cached."""
         return units(self.input_tokens, 0, self.output_tokens)
 
 

@@ -1,4 +1,4 @@
-"""One asyncio task that starts and stops with the object that owns it; a wait for any tasks, and their end.
+"""An asyncio task that starts and stops with the object that owns it, and functions that wait for any tasks or end them.
 
 Python 3.11's `wait_for`, used in redis-py and nats-py, swallows a cancellation that arrives together with its result. So a
 task may need to be cancelled more than once. anyio's task groups do that; tasks of asyncio's end with `end_tasks`.
@@ -26,8 +26,8 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]], *, again_s: float = 
 
 
 async def wait_for_first(tasks: Collection[asyncio.Future[Any]], seconds: float | None) -> None:
-    """Wait until one of the tasks is done, at most for so long. There must be one. Like `asyncio.wait`, in a third of its
-    time."""
+    """Wait until one of the tasks is done, at most this long. There must be at least one task. Like `asyncio.wait`, in a third
+    of its time."""
     loop = next(iter(tasks)).get_loop()  # asking for the running one takes Python 3.11 a system call
     waiter = loop.create_future()
 

@@ -23,7 +23,7 @@ def count_descriptors() -> Descriptors:
     """The descriptors of this process. Without /proc `open` is 0."""
     try:
         count = len(os.listdir("/proc/self/fd")) - 1  # without the one that this listing uses
-    except OSError:  # also if none is left for listing them
+    except OSError:  # even if none is left for listing them
         count = _probe_free()
     return Descriptors(count, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 

@@ -24,7 +24,7 @@ def decode(text: bytes) -> Any:
 
 def decode_strictly(text: bytes) -> Any:
     """The value of a text that every reader understands alike; None for any other, such as NaN, half of a surrogate pair, an
-    integer of more than 64 bits or another encoding than UTF-8, and for null."""
+    integer of more than 64 bits or an encoding other than UTF-8, and for null."""
     if _LONG in text.translate(_DIGITS):
         return None
     try:

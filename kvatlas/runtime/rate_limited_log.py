@@ -15,7 +15,7 @@ LIMITED = "limited"
 @dataclass(slots=True)
 class _Kind:
     """One kind of trouble: when its last line was logged, how long it is quiet now, how many lines were dropped since, and
-    when the last one came."""
+    when the last one was logged or dropped."""
 
     logged_s: float
     quiet_s: float
@@ -32,7 +32,7 @@ class Repetitions:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def admit(self, kind: Hashable, now_s: float) -> int | None:
-        """The number left out before this one; None: leave this one out."""
+        """The number of lines left out before this one; None: leave this one out too."""
         known = self._kinds.get(kind)
         if known is not None and now_s - known.logged_s < known.quiet_s:
             known.left_out += 1

@@ -20,5 +20,5 @@ async def finish_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwar
             except asyncio.CancelledError:
                 continue
         if not task.cancelled():
-            task.exception()  # it has been looked at
+            task.exception()  # it has been retrieved
         raise

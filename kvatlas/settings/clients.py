@@ -1,4 +1,4 @@
-"""Settings of every server with clients of several tenants, and a separate port for operators."""
+"""Settings of every server that has clients of several tenants and a separate port for operators."""
 
 from dataclasses import replace
 from pathlib import Path

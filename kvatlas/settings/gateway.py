@@ -114,5 +114,5 @@ class GatewaySettings(RoutingSettings):
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
-        """Half of the time for a decision; the other half is left for the choice."""
+        """Half of the time for a decision; the other half remains for the choice."""
         return self.pick_deadline_ms / 2

@@ -13,7 +13,7 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.validation import Positive
 
 MOST_TOKENIZER_DEADLINE_MS = 1_000.0
-"""In a burst all prompts are late together; waiting longer than this costs a client more than a miss."""
+"""In a burst, all prompts are late together; waiting longer than this costs a client more than a miss."""
 
 
 class LookupSettings(EngineAccessSettings, Settings):

@@ -87,7 +87,7 @@ def load_cells(load: WorkerState | None) -> list[Cell]:
 
 
 def ago_cell(at_us: int | None, now_us: int, late_us: int | None = None) -> Cell:
-    """Time since a moment; a dash for never."""
+    """Time since a moment; a dash if it never came."""
     if not at_us:
         return QUIET_DASH
     age_us = max(0, now_us - at_us)

@@ -8,7 +8,8 @@ REST_S = 0.25
 
 
 class CircuitBreaker:
-    """Stops calling a store that failed `failures` times in a row; one call every `rest_s` seconds tries it again."""
+    """Stops calling a store that failed `failures` times in a row; one call every `rest_s` seconds then tries the store
+    again."""
 
     def __init__(
         self, failures: int = FAILURES, rest_s: float = REST_S, clock: Callable[[], float] = time.monotonic

@@ -67,7 +67,7 @@ class Store:
         self.marked_s: dict[str, float] = {}
         """When each function library was last marked as used, by the monotonic clock."""
         self._nodes: dict[str, RedisConnections] = {}
-        """By node of a cluster; a standalone store has one entry with an empty name."""
+        """Connections by node of a cluster; a standalone store has one entry with an empty name."""
         self._replica_nodes: dict[str, RedisConnections] = {}
         self._replicas: ReadReplicas | None = None
         if access.read_replicas and isinstance(client, RedisCluster):

@@ -15,7 +15,7 @@ T = TypeVar("T")
 LAST_CHECKS = 3
 CALLS_A_DECISION = 3
 READ_SHARE = 0.6
-"""Share of a decision's time that reading the pool and the index may take, so that some is left for booking."""
+"""Share of a decision's time that reading the pool and the index may take, so that some time remains for booking."""
 
 STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
 """Errors from a store that is slow, down, or back without its data."""
@@ -45,7 +45,7 @@ class StoreLatency:
 
 
 class LateCalls:
-    """Store calls past their deadline. They run to their end, so that a connection that is just being made is ready for the
+    """Store calls past their deadline. They run to their end, so that a connection that is just being opened can serve the
     next call instead of being cancelled every time. The store's own timeout ends them."""
 
     def __init__(self) -> None:

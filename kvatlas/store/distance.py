@@ -15,10 +15,11 @@ RECENT = 5
 
 
 class StoreDistance:
-    """The shortest of the last RECENT round trips: it waited least for a busy machine. One quick answer shows that the store is
-    near, only RECENT slow ones that it is far. Measured with its own calls, because those of a choice include the store's
-    computing; and without the time that this event loop takes to read what has arrived, because a busy router would take any
-    store for a far one. If the loop took longer than the answer, nothing is known about the store."""
+    """The shortest of the last RECENT round trips, because it waited least for a busy machine. One quick answer shows that the
+    store is near; only RECENT slow ones show that it is far. Round trips are measured with separate calls, because those of a
+    choice include the store's computing, and without the time that this event loop takes to read what has arrived, because a
+    busy router would otherwise take any store for a distant one. If the loop took longer than the answer, nothing is known
+    about the store."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
         """`store=None`: there is no store, so nothing is far."""
@@ -57,7 +58,7 @@ class StoreDistance:
                 answer_s, turn_s = await asyncio.gather(_answer_s(self._store), _turn_s())
                 self.record(answer_s - 2 * turn_s)  # an answer may just have missed a turn of the loop
             except (*STORE_FAILURES, OSError):
-                # a store that is down is not far: choices find that out themselves; nor is one if no descriptor is left here
+                # a store that is down is not far (choices find that out themselves), nor is one if no descriptor is left here
                 await asyncio.sleep(self._every_s)
             if len(self._recent) == RECENT:
                 await asyncio.sleep(self._every_s)

@@ -1,8 +1,8 @@
 """Libraries of server-side functions: their code, and calls that load them if the server does not have them.
 
 Names of libraries and functions end with a tag, a hash of the code, so processes of two versions each find their own
-functions, in whatever order they start. Each process marks its libraries as used. A library that no process has used for
-long is deleted (`indexer/cleanup/library_expiry.py`).
+functions, in whatever order they start. Each process marks its libraries as used. A library that no process has used for a
+long time is deleted (`indexer/cleanup/library_expiry.py`).
 """
 
 import logging

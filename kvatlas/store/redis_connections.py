@@ -1,9 +1,9 @@
-"""Calls to the nodes of a store over few connections, with many calls at a time on each: requests are written as they arrive,
-and answers come in the same order.
+"""Calls the nodes of a store over few connections, with many calls at a time on each: requests are written as they arrive, and
+answers come in the same order.
 
-redis-py opens and authenticates a connection. From then on we read its transport here, without a task, a lock and a buffer
-for every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other instead of
-for a free connection.
+redis-py opens and authenticates a connection. From then on we read its transport here, without a task, a lock and a buffer for
+every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other, not for a free
+connection.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class RedisConnections:
         self._opening: asyncio.Task[_Pipeline] | None = None
 
     async def call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
-        """The answers to commands sent together, in order.
+        """The answers to commands that are sent together, in order.
 
         `retry`: try once more on a new connection if this one was closed; only for commands that may run twice. Raises the
         server's error for the first command that it refuses, and redis' ConnectionError and TimeoutError.

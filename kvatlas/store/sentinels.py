@@ -64,7 +64,7 @@ class _Sentinels(Sentinel):
 
 
 class _Watched(Redis):
-    """Also closes its connections to the Sentinels."""
+    """A client that, when closed, also closes its connections to the Sentinels."""
 
     def __init__(self, sentinel: Sentinel, pool: SentinelConnectionPool) -> None:
         super().__init__(connection_pool=pool)

@@ -43,7 +43,7 @@ class Telemetry:
         return self.tracer_provider is not None or self.meter_provider is not None
 
     def shutdown(self, deadline_s: float = SHUTDOWN_S) -> None:
-        """Export what is left. Data that the collector has not taken by the deadline is lost, so that the exit is not
+        """Export the remaining data. Whatever the collector has not taken by the deadline is lost, so that the exit is not
         delayed."""
         shutdowns: list[Callable[[], None]] = []
         if self.tracer_provider is not None:
@@ -92,7 +92,7 @@ def setup_telemetry(
     exporters = {
         signal: [_load_exporter(signal, name, env)() for name in names] for signal, names in requested.items()
     }  # before any provider is set: a wrong name must not leave half of them running
-    if with_page and "prometheus" not in requested.get("metrics", ()):  # that reader fills the same page
+    if with_page and "prometheus" not in requested.get("metrics", ()):  # this reader fills the same page
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
         exporters.setdefault("metrics", []).append(PrometheusMetricReader())

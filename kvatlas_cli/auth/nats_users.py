@@ -74,7 +74,7 @@ def inbox_of(user: str) -> str:
 
 def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
     """The permissions of each user, by name. `with_routers`: include a user for routers with a local copy, which read the
-    stream, or whose engines fetch by hashes. Raises InvalidValue for a publisher with another user's name."""
+    stream, or whose engines fetch by hashes. Raises InvalidValue for a publisher that has another user's name."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(

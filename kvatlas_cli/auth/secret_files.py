@@ -11,7 +11,7 @@ from kvatlas.errors import InvalidValue
 
 PASSWORD_BYTES = 24
 _NEXT_URL = re.compile(r",(?=\s*[a-z+]+://)")
-"""Separator of URLs; the hosts of one Sentinel URL are also separated by commas."""
+"""Separates URLs; the hosts of one Sentinel URL are separated by commas, too."""
 
 
 class SecretFolder:

@@ -202,7 +202,7 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
         line = f"JetStream does not answer: {str(error) or type(error).__name__}"
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
-    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of the index as read
+    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of the index as it was read
     return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 

@@ -101,7 +101,8 @@ class RequestFollower:
     # ---------------------------------------------------------------- the request
 
     def _pool_of(self, name: str, fleet: Mapping[str, FleetRecord]) -> tuple[str, str]:
-        """The model and tokenizer that a request's name stands for: the fleet's, or a worker's whose engine serves it."""
+        """The model and tokenizer that a request's name stands for: the fleet's, or those of a worker whose engine serves that
+        name."""
         for record in fleet.values():
             if record.endpoint.model_id == name:
                 return name, record.endpoint.tokenizer_id
@@ -207,7 +208,7 @@ class RequestFollower:
         return self._missing(worker.worker_id, never, f"{never}, or has evicted them")
 
     def _where_it_ends(self, worker: WorkerOverlap, prompt: Prompt) -> str:
-        """Why the worker holds no more of the prompt; empty if it holds all."""
+        """Why the worker holds no more of the prompt; empty if it holds all of it."""
         full = prompt.input_tokens // worker.block_size if worker.block_size else 0
         if not worker.resident_blocks or worker.resident_blocks >= full:
             return ""

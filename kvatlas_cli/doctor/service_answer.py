@@ -12,7 +12,7 @@ from router_client.fleet_cache import presume_alive
 
 CHECK = "serving"
 SILENT, LOST = "no heartbeat", "lost (no heartbeat)"
-"""Why a worker that was not heard, or not for some seconds, is left out."""
+"""Why a worker that was not heard from, or not for some seconds, is left out."""
 
 
 def judge_serving(

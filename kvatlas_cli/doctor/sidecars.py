@@ -73,7 +73,7 @@ def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats
 
 
 async def _read(url: str) -> StatusPage:
-    import httpx  # of the extras publisher and router
+    import httpx  # part of the extras publisher and router
 
     try:
         tls = tls_context("status pages") if url.startswith("https:") else False

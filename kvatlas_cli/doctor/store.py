@@ -1,4 +1,4 @@
-"""Checks that the store suits the index and has room."""
+"""Checks that the store suits the index and has free memory."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -17,7 +17,7 @@ MIN_VERSION = 7
 MAX_LISTPACK = 128
 FAR_MS = 5.0
 FULL, FILLING = 0.9, 0.75
-"""From FULL on, the index leaves workers out (`kvatlas.index`, room)."""
+"""From FULL on, the index leaves workers out (`kvatlas.index`)."""
 
 
 _MANAGED_POLICY = (
@@ -156,7 +156,7 @@ def _judge_memory(server: ServerFacts) -> Finding:
 
 
 def _judge_connections(server: ServerFacts) -> Iterator[Finding]:
-    """No finding for a server that does not show its limit."""
+    """Judge a server's connections; no finding for a server that does not show its limit."""
     used, limit = int(server.info.get("connected_clients", 0)), int(server.info.get("maxclients", 0))
     if not limit:
         return

@@ -80,7 +80,7 @@ def judge_missing(
 
 
 def judge_duplicates(heard: Mapping[str, Heartbeat], yielded: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Workers with two publishers. `yielded`: heartbeats of publishers that gave way to another one."""
+    """Workers with two publishers. `yielded`: heartbeats of publishers that yielded to another one."""
     for worker_id, one in sorted(yielded.items()):
         silent = one.endpoint.url or "an unknown address"
         counts = heard[worker_id].endpoint.url if worker_id in heard else ""

@@ -13,7 +13,7 @@ from kvatlas.predictions.usage_counts import AnswerUse, User
 from kvatlas_cli.logs import printable
 
 FORGOTTEN = "(forgotten)"
-"""Stands for names that are no longer kept."""
+"""Replaces names that are no longer kept."""
 
 _FORMULA = ("=", "+", "-", "@")
 _OF_ANSWERS = (

@@ -102,7 +102,8 @@ class ControlResponder(Responder):
         return self._make_reply(blocks=blocks if names else [])
 
     def _is_partition_of(self, partitions: int) -> bool:
-        """True if a fleet with this many partitions (0: unknown) reads the worker's messages from where they are published."""
+        """True if a fleet with this many partitions (0: unknown) reads the subject on which the worker's messages are
+        published."""
         if not partitions or partition_of(self._worker_id, partitions) == partition_of(
             self._worker_id, self._partitions
         ):

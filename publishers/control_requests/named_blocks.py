@@ -50,7 +50,7 @@ def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
 
 
 def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[int]) -> list[int]:
-    """The engine's own hashes of a chain's first blocks, up to the first that it does not hold, or whose hash is not a
+    """The engine's own hashes of a chain's first blocks, up to the first block that it does not hold, or whose hash is not a
     number."""
     chain = pack_hashes(sequence_hashes)
     first = chain[:HASH_BYTES]

@@ -13,8 +13,7 @@ from kvatlas_publishers.parts import PublisherParts
 
 
 class Responder(ABC):
-    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded leaves answering to the other
-    one."""
+    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded lets the other one answer."""
 
     def __init__(self, parts: PublisherParts, subject: str) -> None:
         self._parts = parts

@@ -26,7 +26,7 @@ def kind_of_batch(payload: bytes) -> EngineKind | None:
 
 
 def kind_of_page(metrics_page: str) -> EngineKind | None:
-    """The engine that wrote this metrics page; None if it has metrics of neither."""
+    """The engine that wrote this metrics page; None if it has neither engine's metrics."""
     for line in metrics_page.splitlines():
         if line.startswith("vllm:"):
             return EngineKind.VLLM
@@ -36,7 +36,7 @@ def kind_of_page(metrics_page: str) -> EngineKind | None:
 
 
 def diagnose_kind(diagnoses: Diagnoses, kind: EngineKind, found: EngineKind, source: str) -> None:
-    """Diagnose a wrong engine kind. `kind`: the configured one; `found`: the one that wrote `source`."""
+    """Diagnose a wrong engine kind. `kind`: the configured kind; `found`: the kind that wrote `source`."""
     own = EngineKind.VLLM if kind is EngineKind.MOCK else kind  # the simulated engine speaks vLLM's protocols
     if found is own:
         diagnoses.clear("engine")

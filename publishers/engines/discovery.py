@@ -51,7 +51,7 @@ class EventSource:
 class EngineOffer:
     """What one engine offers. `block_size=None`: unknown. `notes`: what the user should know, one line each.
 
-    `sources` empty: it publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
+    `sources` empty: the engine publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
     `assumed`: it does not list its sources, so these are the usual ones. `connector`: how it fetches KV from others, if known.
     """
 
@@ -299,7 +299,7 @@ async def _get_sglang_info(client: httpx.AsyncClient) -> Mapping[str, Any]:
 
 
 async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
-    """The JSON at a path; None if there is none."""
+    """Get the JSON at a path; None if there is none."""
     try:
         answer = await client.get(path)
         return answer.json() if answer.status_code == 200 else None
@@ -328,7 +328,8 @@ def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
 
 
 async def _check_sockets(offer: EngineOffer) -> EngineOffer:
-    """Drop replay sockets that don't listen. Drop an event socket that doesn't if it was only assumed, otherwise note it."""
+    """Drop replay sockets that don't listen. If an event socket doesn't listen, drop it if it was only assumed; otherwise note
+    it."""
     sources: list[EventSource] = []
     notes = list(offer.notes)
     for source in offer.sources:

@@ -29,7 +29,7 @@ class FoundConnector:
 
 
 def vllm_connector(server_info: Any) -> FoundConnector | None:
-    """The connector in vLLM's server info; None if it has none that can fetch the blocks a request names."""
+    """The connector in vLLM's server info; None if there is none that can fetch the blocks that a request names."""
     config = _get(_get(server_info, "vllm_config"), "kv_transfer_config")
     for extra in _offloading_configs(config):
         for tier in _list(_get(extra, "secondary_tiers")):

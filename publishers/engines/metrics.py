@@ -100,8 +100,8 @@ def has_metrics(kind: EngineKind) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Facts that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if `block_bytes` is unknown.
-    `host_block_bytes`: bytes per block in the host's memory, if different."""
+    """Facts about the engine that are not on the metrics page; 0: unknown. `token_bytes`: KV bytes per token, used if
+    `block_bytes` is unknown. `host_block_bytes`: bytes per block in the host's memory, if different."""
 
     worker_id: str
     kind: EngineKind
@@ -227,7 +227,7 @@ class _Samples:
         return self._by_name.get(name, ())
 
     def total(self, name: str) -> float:
-        """The sum over models and data-parallel ranks. Ranks that compute the same requests together count once."""
+        """The sum over models and data-parallel ranks. Ranks that compute the same requests together are counted once."""
         together: dict[frozenset[tuple[str, str]], float] = {}
         for labels, value in self.of(name):
             if value == value:

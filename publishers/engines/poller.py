@@ -30,7 +30,7 @@ _WEIGHTS_PAGES = {EngineKind.VLLM: "/weight_info", EngineKind.SGLANG: "/get_mode
 """Pages with `weight_version`: vLLM 0.33 with its RL endpoints, SGLang 0.5.2 and later."""
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
-"""Consecutive unanswered polls before a busy engine counts as down. Two are enough if it refuses connections."""
+"""Consecutive unanswered polls before a busy engine counts as down. If it refuses connections, two are enough."""
 FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
 """Consecutive unanswered polls before its address is suspected. By then the feed has noticed if the process is gone."""
 _HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
@@ -91,7 +91,7 @@ class EnginePoller:
         self.weight_version = ""
         """Version of the model's weights, as last reported; empty: never reported."""
         self.version = ""
-        """The engine's version as SGLang reports it; empty: unknown."""
+        """The version that SGLang reports; empty: unknown."""
         self._weights_page = _WEIGHTS_PAGES.get(context.kind)
         self._url = url.rstrip("/")
         self._access = access

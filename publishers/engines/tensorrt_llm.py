@@ -28,7 +28,7 @@ from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 
 HASH_ALGORITHM = "v1_block_key"
-"""The only one that can be computed here. Records without `hash_algo` use it."""
+"""The only hash algorithm that can be computed here. Records without `hash_algo` use it."""
 MAX_BODY_BYTES = 64 << 20
 MAX_GROUPS = 64
 MAX_ALGORITHM = 40

@@ -63,7 +63,7 @@ class ConnectionState:
     # ---------------------------------------------------------------- what happened
 
     def record_connect(self) -> None:
-        """Record one more connection of the socket."""
+        """Record that the socket has one more connection."""
         self._connections += 1
         self._connected_once = True
         self._probe_due = True  # ask at once for batches sent before

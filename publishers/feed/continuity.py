@@ -32,8 +32,8 @@ from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 REMEMBERED_PAYLOADS = 16_384
 """More than an engine's replay buffer (10,000 by default), because the feed repeats batches that a replay returned."""
 COMPARED_PAYLOADS = 16
-"""A replay starts at most this far back. One payload would reveal another process whose seq is behind ours. Several also
-reveal one whose next seq happens to follow ours."""
+"""A replay starts at most this far back. One payload would reveal another process whose seq is behind ours. Several payloads
+also reveal a process whose next seq happens to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
 """Consecutive incomplete replays before all known blocks are dropped."""
@@ -140,7 +140,7 @@ class Continuity:
         return self._restart(None, "engine restarted: its process start time changed")
 
     def reconnect(self) -> Step:
-        """Call after the connection is back: check what was missed, and whether it is still the same process."""
+        """Call after the connection is back: check what was missed, and whether the engine's process is still the same."""
         if self.can_replay or self.last_seq is None:
             return self.probe()
         return self._start_over([], "connection was lost, and no replay socket is set to ask what was missed")
@@ -148,8 +148,8 @@ class Continuity:
     def take_replay(self, batches: Sequence[Batch], complete: bool) -> Step:
         """Take the batches of the last replay, in the order received. `complete`: True if its end marker arrived too.
 
-        A complete replay without a gap is the engine's own record, and newer than the message that made us ask. If it lacks
-        that message, and the message is not older than the whole replay, then another process sent it.
+        A complete replay without a gap is the engine's own record, and newer than the message that made us ask. If that
+        message is missing from it, although it is not older than the whole replay, then another process sent it.
         """
         pending, self._pending = self._pending, None
         by_seq = dict(batches)

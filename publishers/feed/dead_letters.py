@@ -14,8 +14,8 @@ KEPT_PAYLOAD_BYTES = 64 << 10
 
 
 class DeadLetters:
-    """Appends to `<worker>.dead-letters.jsonl`. At half of `max_bytes` the file is renamed to `<path>.1`, replacing an earlier
-    one."""
+    """Appends to `<worker>.dead-letters.jsonl`. At half of `max_bytes`, the file is renamed to `<path>.1`, replacing an
+    earlier file of that name."""
 
     def __init__(self, folder: Path | None, worker_id: str, max_bytes: int = MAX_FILE_BYTES) -> None:
         """`folder=None`: keep nothing."""

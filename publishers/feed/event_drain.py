@@ -37,7 +37,7 @@ RETRY_S = 0.5
 _STREAMS = ("event-stream", "ndjson", "jsonl")
 _ARRAY = "expected one JSON array, as from trtllm-serve's /kv_cache_events: streamed events are not supported"
 ANSWER_S = 30.0
-"""An engine may wait two seconds for events, and a busy one answers late."""
+"""An engine may wait two seconds for events, and a busy engine answers late."""
 SUSPICIOUS_GAPS = 3
 """From this many gaps on, another reader is the likely cause."""
 FOREIGN_RUNS = 8
@@ -195,7 +195,7 @@ class EventDrain:
         return [], []
 
     def _start_over(self, why: str, *, forget: bool) -> None:
-        """Drop all known blocks. `forget`: True if it may be another engine process."""
+        """Drop all known blocks. `forget`: True if the engine's process may be a different one."""
         if forget:
             self._decoder.forget()
         self._counters.feed_gaps = self._position.gaps

@@ -35,7 +35,7 @@ class PayloadDigests:
         return bytes(self._packed[at : at + DIGEST_BYTES]) if 0 <= at < len(self._packed) else None
 
     def last(self, most: int) -> tuple[int, list[bytes]]:
-        """(first seq, digests) of the last ones, at most `most`."""
+        """(first seq, digests) of the last payloads, at most `most`."""
         first = self._first_seq + max(0, len(self) - most)
         at = (first - self._first_seq) * DIGEST_BYTES
         ends = range(at + DIGEST_BYTES, len(self._packed) + 1, DIGEST_BYTES)

@@ -9,9 +9,9 @@ from kvatlas_publishers.feed.connection_state import Connection
 FOREIGN_S = 2.0
 """Messages may come under other topics for this long before ours counts as wrong: engines may share a socket."""
 LATE_BATCHES = 2
-"""Two, because a late subscription may lose one."""
+"""Two batches, because a late subscription may lose one."""
 REPLAYS_FAILED = 2
-"""Two, because a busy engine may leave one unanswered."""
+"""Two replays, because a busy engine may not answer one."""
 _CURE = "set --endpoint to the event socket of the engine's --kv-events-config"
 _OFF_CURE = (
     "start the engine with --kv-events-config (events are off without it), or set --endpoint to its event socket"
@@ -45,7 +45,7 @@ class SocketWatch:
         self._refused = False
 
     def record_message(self) -> bool:
-        """Record a message of the event socket under our topic. True for the first since it was connected."""
+        """Record a message of the event socket under our topic. True for the first message since the socket was connected."""
         first, self._heard = not self._heard, True
         self._foreign = None
         return first

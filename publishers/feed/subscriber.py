@@ -36,7 +36,8 @@ POLL_S = 0.5
 """Longest wait for a message before the connection is checked."""
 QUEUED_MESSAGES = 10_000
 PAYLOADS_TO_RECOGNIZE = 64
-"""Number of payloads checked for the engine that wrote them: each of the first ones, then one in RECOGNITION_STRIDE."""
+"""Number of payloads checked for the engine that wrote them: all of the first RECOGNITION_STRIDE, then one in
+RECOGNITION_STRIDE."""
 RECOGNITION_STRIDE = 16
 BATCHES_AT_ONCE = 16
 """Number of messages taken before other tasks get a turn."""
@@ -81,7 +82,7 @@ class Feed:
         engine_up: Callable[[], bool | None] = lambda: None,
     ) -> None:
         """`on_alive`: called when `alive` changes. `engine_up`: True if the engine is known to be up, regardless of the
-        connection (None: unknown). If so, its events are requested from replay even without a connection."""
+        connection (None: unknown). If it is up, its events are requested from replay even without a connection."""
         self.continuity = continuity
         self.consistent = True
         """True if every batch up to the feed's position was passed to `on_batch`."""

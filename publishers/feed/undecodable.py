@@ -29,7 +29,8 @@ MAX_ASIDE = 64
 REMEMBERED_PAYLOADS = 256
 
 BURST = 8
-"""Losses handled immediately. A few bad payloads in a long replay then cost only the blocks stored before the last of them."""
+"""Number of losses handled immediately. A few bad payloads in a long replay then cost only the blocks stored before the last
+of them."""
 RATION_S = 15.0
 """After a burst, one loss is handled in this time."""
 
@@ -49,7 +50,7 @@ class UndecodableQueue:
             self._aside = [(seq, payload)]
 
     def take_before(self, seq: int) -> Sequence[Batch]:
-        """Handle a readable message with this seq. Returns the payloads that lead up to it, which were the engine's; all
+        """Handle a readable message with this seq. Returns the payloads that lead up to it: these were the engine's, all
         others were not."""
         aside, self._aside = self._aside, []
         if not aside or aside[-1][0] < seq - 1:

@@ -18,7 +18,7 @@ LEFT_OUT_SHARE = 0.9
 PERIOD_S = 60.0
 HOLES = 3
 HOLES_S = 600.0
-"""This many holes within this time that replay did not fill; each dropped all known blocks."""
+"""The limit of holes within this time that replay did not fill; each one dropped all known blocks."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
 """An engine that ran requests for this long, or read this many prompt tokens, must have stored a block."""
@@ -62,8 +62,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason=None`: nothing is wrong. `left_out`: blocks left out for any reason; `of_reason`: those left out for this
-    one."""
+    """`reason=None`: nothing is wrong. `left_out`: blocks left out for any reason; `of_reason`: blocks left out for this
+    reason."""
 
     reason: Reason | None = None
     told: int = 0

@@ -1,7 +1,7 @@
 """Blocks of a chain, and the namespace that a chain belongs to.
 
 A ledger has millions of blocks, and most neighbors in a chain differ only in their hashes. So they share one record, a
-**stretch**. Any operation that makes a block different cuts it out first. Only these parts of the ledger change a stretch:
+**stretch**. Any operation that makes a block differ cuts it out first. Only these parts of the ledger change a stretch:
 
 names, children            lineage
 copies                     residency, shared_hashes
@@ -177,7 +177,7 @@ def packed_hashes(stretches: Iterable[Stretch]) -> bytes:
 
 
 def reversed_hashes(packed: bytes) -> bytes:
-    """The packed hashes, the last one first."""
+    """The packed hashes in reverse order."""
     if len(packed) == HASH_BYTES:
         return packed
     return memoryview(packed).cast("Q")[::-1].tobytes()

@@ -23,8 +23,8 @@ class BlockBytes:
         self._by_scope: dict[bytes, dict[Tier, int]] = {}
         self._latest: dict[Tier, int] = {}
         self._listed: set[Tier] = set()
-        """Tiers once listed in `BlockSizes.tier_bytes` of any scope. They stay in it, because the index keeps what a message
-        does not list, even if its scope was forgotten here."""
+        """Tiers once listed in `BlockSizes.tier_bytes` of any scope. They stay listed, because the index keeps what a message
+        does not list, even if the scope was forgotten here."""
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:

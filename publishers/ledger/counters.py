@@ -13,7 +13,7 @@ class LedgerCounters:
     removed_unknown: int = 0
     """Removals of a copy that is older than the ledger, so it was never stored here."""
     sparse: int = 0
-    """Stored in groups of attention other than full, for which only marks are published."""
+    """Stored in groups other than full attention, for which only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
     """Blocks with unknown parent 0, which some engines send for no parent."""

@@ -28,7 +28,7 @@ class ToldGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReuseOfGroups:
-    """Consequences of an engine's groups for reuse.
+    """The consequences of an engine's groups for reuse.
 
     `rule`: set if residency is not enough to tell what is reusable, and `bits` has each sparse group's bits in
     `Stretch.held_by`; otherwise None. `upper_bound`: why the published blocks are only an upper bound of reuse; empty if they
@@ -53,7 +53,7 @@ class EngineGroups:
         self.told: dict[int, ToldGroup] = {}
         self.lookahead_tokens = 0
         self.untold_keys = ""
-        """See `EngineStored`; as in the engine's latest events."""
+        """See `EngineStored`; the value of the engine's latest events."""
         self._seen: set[tuple[int, AttentionKind | None, int | None, int, int, str]] = set()
 
     def learn(self, event: EngineStored) -> bool:

@@ -67,5 +67,5 @@ class Holdings:
         return [holding for holding in self.indexed if holding.tier is tier]
 
     def is_held(self, name: EngineHash) -> bool:
-        """True if all indexable groups of some tier hold the hash. Not for hashes of plain stretches."""
+        """True if all indexable groups of some tier hold the hash. Don't call it for hashes of plain stretches."""
         return any(holding.in_all(name) for holding in self.indexed)

@@ -93,7 +93,7 @@ class IndexEvents:
             self.digest.add(scope_id, tier, hashes, -1)
 
     def _add_moved(self, moved: list[_WithFlags], events: list[IndexEvent]) -> None:
-        """Add the events of blocks that stay but changed tiers: first every added tier, then every lost one."""
+        """Add the events of blocks that stay but changed tiers: first all added tiers, then all lost ones."""
         announced = [(stretch, before) for stretch, before in moved if self._hashes(stretch)]
         announced.sort(key=_depth)
         for tier in Tier:

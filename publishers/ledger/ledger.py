@@ -60,7 +60,8 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 
 REMEMBERED_EVICTIONS = 65_536
-"""Limit of engine hashes remembered after their last copy is gone (about 400 bytes each); never more than were held at once."""
+"""Limit of engine hashes remembered after their last copy is gone (about 400 bytes each), but never more than were held at
+once."""
 LEAST_REMEMBERED = 1_024
 """Minimum number of engine hashes to remember, even if the engine holds fewer."""
 

@@ -68,7 +68,7 @@ class Lineage:
         """Known hashes that no tier holds, in order of eviction."""
         self.variants = Variants()
         self._others: dict[EngineHash, list[Block]] = {}
-        """Other blocks of each shared hash."""
+        """The other blocks of each shared hash."""
         self._namespaces_of: dict[bytes, int] = {}
         """Number of namespaces of each scope."""
         self._maybe_unused: set[bytes] = set()
@@ -262,7 +262,7 @@ class Lineage:
                 self._maybe_unused.add(namespace.scope_id)
 
     def forget_unused_scopes(self) -> None:
-        """Drop scopes without blocks. Call it after all events that name them were published."""
+        """Drop scopes without blocks. Call it after all events that name these scopes have been published."""
         for scope_id in self._maybe_unused:
             if scope_id not in self._namespaces_of:
                 self.uses.pop(scope_id, None)

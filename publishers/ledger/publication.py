@@ -66,7 +66,7 @@ class Publication:
     # ---------------------------------------------------------------- changes
 
     def settle(self, *, cleared: bool) -> list[IndexEvent]:
-        """Publish what changed in residency since the last call. `cleared`: whole tiers were. Returns the events."""
+        """Publish what changed in residency since the last call. `cleared`: whole tiers were cleared. Returns the events."""
         change: UsableChange | None = None
         events: list[IndexEvent] = []
         if changed := self._residency.take_changed():

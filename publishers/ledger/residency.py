@@ -65,7 +65,7 @@ class Residency:
         self._plain_removals: dict[EngineHash, None] = {}
         self._one_by_one = one_by_one
         self._device = self._find_device()
-        """The holding of plain stretches: the device tier's only one of full attention."""
+        """The holding of plain stretches: the device tier's only holding of full attention."""
 
     def _find_device(self) -> Holding | None:
         device = self.holdings.of_tier(Tier.HBM)

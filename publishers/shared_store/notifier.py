@@ -12,7 +12,8 @@ from kvatlas_publishers.ledger.connectors.shared_store_notice import StoreChange
 from kvatlas_publishers.parts import PublisherParts
 
 EVERY_S = 5.0
-"""Interval of notices without changes. They show a store's publisher that has just started whether the writer uses keys."""
+"""Interval of notices without changes. From them, a store's publisher that has just started learns whether the writer uses
+keys."""
 LOOK_S = 0.5
 MOST_WAITING = 1_024
 """Limit of notices kept while NATS is down. Beyond it, a single notice that all blocks are gone replaces them."""
@@ -56,7 +57,7 @@ class StoreNotifier:
                     self._counters.store_notices += 1
 
     def _encode(self, changes: Sequence[StoreChange]) -> bool:
-        """Add the notices of these changes to those that wait. False if the engine's block size is not known yet."""
+        """Add the notices of these changes to those that are waiting. False if the engine's block size is not known yet."""
         ledger = self._ledger
         if ledger.block_size is None:
             return False

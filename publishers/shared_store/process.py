@@ -46,7 +46,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class SharedStore:
-    """One store. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
+    """One store's publisher. It has the methods of `kvatlas_publishers.sidecar.EngineSidecar`."""
 
     def __init__(self, settings: PublishSettings) -> None:
         """Raises SettingsError for a state folder that can't be written."""

@@ -60,8 +60,8 @@ class EventlessEngine:
         await anyio.sleep_forever()
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """Handle a change of the engine's state: one that was down may have lost its cache, even if no page says when its
-        process started."""
+        """Handle a change of the engine's state: an engine that was down may have lost its cache, even if no page says when
+        its process started."""
         if state is EngineState.UP:
             if self._was_up:
                 self._start_over("engine is up again")

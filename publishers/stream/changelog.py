@@ -190,7 +190,8 @@ class Changelog:
         """Begin the due incarnation with a snapshot of everything published, after folding pending events. `headers`: for its
         messages.
 
-        Does nothing and returns False if yielded, or if one above `incarnation` was requested meanwhile (use another number).
+        Does nothing and returns False if this publisher has yielded, or if a snapshot above `incarnation` was requested
+        meanwhile (use another number).
         """
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
@@ -243,7 +244,7 @@ class Changelog:
         return self._checkpoints.due_in(now_s) if not self.outbox.overflowed else None
 
     def checkpoint(self, now_us: int) -> None:
-        """Put a checkpoint of everything published. It does not include pending events."""
+        """Put a checkpoint of everything published in the outbox. It does not include pending events."""
         if self.outbox.overflowed or not self.outbox.incarnation:
             return
         self._checkpoints.reset()

@@ -70,7 +70,7 @@ class Outbox:
         """True if something did not fit: no more is taken until the next `begin`."""
         self.round = 0
         self.misplaced = False
-        """True if the first kept message was stored, but not after the previous one: only going back helps."""
+        """True if the first kept message was stored, but not after the previous message: only going back helps."""
         self._granularity = granularity
         self._kept: deque[_Kept] = deque()
         self._base = 0
@@ -81,7 +81,7 @@ class Outbox:
         self._position = 0
         """stream position of the last message released in this round"""
         self._early: dict[int, int] = {}
-        """stream positions of messages acknowledged in this round before an earlier one was"""
+        """stream positions of messages acknowledged in this round before an earlier message was"""
         self._counted_messages = 0
         self._counted_bytes = 0
 

@@ -90,7 +90,7 @@ class Admission:
         weight: float = 1.0,
         wait: Wait | None = None,
     ) -> Booked:
-        """Book the first worker or pair for a request. `text` None: its prompt is not read. `header`: looks up a header by its
+        """Book the first worker or pair for a request. `text=None`: its prompt is not read. `header`: looks up a header by its
         lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'. `weight`: its tenant's share of the
         queue. `wait`: filled in if it waits.
 
@@ -129,8 +129,8 @@ class Admission:
         priority: int | None = None,
         weight: float = 1.0,
     ) -> Booked:
-        """Like `book`, for another attempt of an admitted request, or for the rest of its answer. The request does not wait
-        again, but its tenant is charged for it while others wait. See `admit`."""
+        """Like `book`, but for another attempt of an admitted request, or for the rest of its answer. The request does not
+        wait again, but its tenant is charged for it while others wait. See `admit`."""
         if self._queue.settings.requests:
             waiting = replace(self._waiting(prompt, header, tenant_id, priority, weight), may_wait=False)
             prompt = replace(prompt, waiting=waiting)

@@ -1,8 +1,8 @@
 """Requests of this router that wait while every worker of their pool is over its limits.
 
-A request that waits here rather than in an engine goes to the first worker with room. The order is the pool's, the same for all
-routers (`kvatlas.reservations.pool_queue`): the store decides whose turn it is, and this router asks for the turns of its own
-requests. If the store does not answer, the router keeps the same order among its own.
+A request that waits here rather than in an engine goes to the first worker with room. The order is the pool's, the same for
+all routers (`kvatlas.reservations.pool_queue`): the store decides whose turn it is, and this router asks for the turns of its
+own requests. If the store does not answer, the router keeps the same order among its own requests.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ MISSING_LOOKS = 3
 sent at once."""
 
 FORGOTTEN_S = 2.0
-"""Time without a question after which the store has dropped this router's waiting requests. A router without waiting requests
-does not ask."""
+"""Time without asking after which the store has dropped this router's waiting requests. A router without waiting requests does
+not ask."""
 REST_S = 0.5
 """Time that a request stays out of the queue if its router sees only workers that asked for a pause."""
 
@@ -91,7 +91,7 @@ class Wait:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request that waits. `turn` is set when it may be tried, leaving `blocked` to others, or when it was `refused`."""
+    """A request that waits. `turn` is set when it may be tried on workers other than `blocked`, or when it was `refused`."""
 
     request: WaitingRequest
     arrived_s: float
@@ -102,7 +102,8 @@ class _Ticket:
     refused: bool = False
     entered: bool = False
     rests_until_s: float = 0.0
-    """Until then it is in no queue, because this router sees only workers that asked for a pause; others may see more."""
+    """Until then it is in no queue, because this router sees only workers that asked for a pause; other routers may see more
+    workers."""
 
     def row(self, now_s: float) -> WaitingRequest:
         """The request with its current age and the time that it has left."""
@@ -121,7 +122,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Line:
-    """This router's part of one pool's queue. `moved` is set when there may be room. `seen`: the queue's last state."""
+    """This router's part of one pool's queue. `moved` is set when a worker may have room. `seen`: the queue's last state."""
 
     tickets: dict[bytes, _Ticket] = field(default_factory=dict)
     left: set[bytes] = field(default_factory=set)
@@ -210,7 +211,7 @@ class AdmissionQueue:
 
     async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
         line.tickets[ticket.request.id] = ticket
-        line.left.discard(ticket.request.id)  # a check since the store's answer may have taken it for one that left
+        line.left.discard(ticket.request.id)  # a check may have taken it for a request that left
         self._ask_for_turns(pool_id, line)
         try:
             async with asyncio.timeout(max(0.0, ticket.until_s - self._clock())):

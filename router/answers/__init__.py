@@ -3,5 +3,5 @@
 event_parser.py   pure: parses server-sent events, as the standard defines them, from pieces
 event_stream.py   finds a stream's content, usage, error and end, and decides which bytes may pass
 engine_errors.py  errors in answers of status 200
-error_events.py   how a stream that has begun reports the router's own error
+error_events.py   how a stream that has begun reports an error of the router itself
 """

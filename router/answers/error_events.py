@@ -11,9 +11,9 @@ _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
-    """A stream's last event. `body`: the error from `error_body`, in the form of the path's API. `events`: the number of events
-    sent before. None for a path with an unknown protocol: only a cut connection shows every client that its answer is
-    incomplete.
+    """A stream's last event. `body`: the error from `error_body`, in the form of the path's API. `events`: the number of
+    events sent before. None for a path with an unknown protocol: only cutting the connection shows every client that its
+    answer is incomplete.
 
     OpenAI's clients raise an error for data with a member `error`, Anthropic's only for an event of type `error`.
     """

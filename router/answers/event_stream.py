@@ -14,9 +14,9 @@ MOST_HELD_BYTES = 16 << 10
 MOST_WHOLE_BYTES = 4 << 20
 """Longest event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 256 << 10
-"""Limit of bytes of events held before the first content. A chat's prompt may be among them, as token ids."""
+"""Limit of bytes of events held before the first content. They may include a chat's prompt, as token ids."""
 HEAD_BYTES = 4 << 10
-"""An event's content, if any, begins within these bytes of its data."""
+"""An event's content, if any, begins within this many bytes of its data."""
 
 _CONTENT = re.compile(
     rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments|delta|thinking|partial_json)"\s*:\s*"(?!")'
@@ -39,10 +39,10 @@ _FINISHES = re.compile(_FINISH)
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 _MARKS = re.compile(rb'"(?:type|error|abort)"|\r|' + _FINISH)
-"""Names and values of events that are more than a part of an answer: each error, last event, ping and end of a choice has one.
-Also a carriage return, which is another end of a line."""
+"""Names and values of events that are more than a part of an answer: each error, last event, ping and end of a choice has one
+of them. Also a carriage return, which can end a line too."""
 _CHAT_TEXT = b'"content":"'
-"""What `_CONTENT` finds in almost all events, found in a third of the time."""
+"""Finds what `_CONTENT` finds in almost all events, in a third of the time."""
 
 
 def _type_patterns(types: str) -> tuple[re.Pattern[str], re.Pattern[bytes]]:
@@ -154,7 +154,7 @@ class EventStream:
         return True
 
     def _may_count(self, piece: bytes) -> bool:
-        """True if the usage says nothing that a later one does not."""
+        """True if the usage says nothing that a later usage does not say."""
         return any(null in piece for null in _NULL) or (self._counts and _A_CHOICE.search(piece) is not None)
 
     def end(self) -> bytes:
@@ -178,8 +178,8 @@ class EventStream:
 
     @property
     def finished(self) -> bool:
-        """True if the answer is whole: not every server sends the final event, but before it each choice ends, and then comes
-        the usage."""
+        """True if the answer is complete. Not every server sends the final event, but each choice ends before it, and then the
+        usage follows."""
         return self.done or self._has_last_usage or len(self._ended) >= self._choices
 
     @property

@@ -1,4 +1,4 @@
-"""Chats that continue as completions of token ids, which no chat template can change."""
+"""Chats that continue as completions from token ids, which no chat template can change."""
 
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chunk import Chunk

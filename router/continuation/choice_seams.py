@@ -21,8 +21,8 @@ from kvatlas_router.tokens.text_request import TextRequest
 
 class ChoiceSeams(JoinedEvents):
     """Like `Seam`, with one seam for each choice. The first engine computes all choices. After its death, other engines
-    continue the unfinished ones, one after another, each with a request for one choice. `awaits_choice`: one has ended, and
-    another engine must continue the next."""
+    continue the unfinished ones, one after another, each with a request for one choice. `awaits_choice`: one choice has ended,
+    and another engine must continue the next."""
 
     def __init__(self, text: TextRequest, ends: ThoughtEnds) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class ChoiceSeams(JoinedEvents):
         self._seams = [Seam(one, ends, index=index, prompt_ids=prompt_ids) for index in range(text.choices)]
         self._next = self._seams[0]
         self._continued: Seam | None = None
-        """The one that the current engine continues; None: the first engine answers."""
+        """The choice that the current engine continues; None: the first engine answers."""
         self._has_usage = False
 
     @property
     def builder(self) -> RestBuilder:
-        """The next choice's."""
+        """The next choice's seam."""
         return self._next.builder
 
     @property

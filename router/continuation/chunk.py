@@ -1,4 +1,5 @@
-"""What a continuation needs of one event in OpenAI's streams of chats and completions, or in vLLM's streams of token ids."""
+"""The parts of one event that a continuation needs, in OpenAI's streams of chats and completions or in vLLM's streams of token
+ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ class Chunk:
 
     `text`, `reasoning`: its parts of the content and of the reasoning; `thinks_in`: the fields with the reasoning. `ids`: the
     token ids of these parts, if the engine sends them; `prompt_ids`: the prompt's. `calls`: its parts of tool calls. `opens`:
-    it has only a role. `says`: it has more than token ids. `finish`: the finish reason; `stop`: the stop string.
-    `has_choice`: False for an event with usage only. `is_plain`: it has nothing for single tokens, such as logprobs.
-    `other`: why an answer with this event can't continue.
+    it has only a role. `says`: it has more than token ids. `finish`: the finish reason; `stop`: the stop string. `has_choice`:
+    False for an event with usage only. `is_plain`: it has nothing about single tokens, such as logprobs. `other`: why an
+    answer with this event can't continue.
     """
 
     text: str = ""

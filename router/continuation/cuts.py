@@ -13,9 +13,9 @@ class Rest:
     """What the next engine has to generate.
 
     `parts`, `tokens`: how much of the answer the next engine gets; it generates again what the client has beyond that. `lag`:
-    the text of up to this many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a conversation
-    continues as a completion of token ids; `parsed`: which only an engine's parser can read. `is_known`: it is known whether
-    the next engine's prompt begins with the client's.
+    the text of up to this many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a
+    conversation continues as a completion from token ids; `parsed`: only an engine's parser can read its tokens. `is_known`:
+    it is known whether the next engine's prompt begins with the client's.
 
     `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
     the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.

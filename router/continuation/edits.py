@@ -1,6 +1,6 @@
 """Changes in the bytes of an event with a JSON text. All other bytes stay as the engine wrote them.
 
-Names are found by their quotes: within a JSON text's values quotes are escaped, so `"usage":` is always a member.
+Names are found by their quotes: within a JSON text's values, quotes are escaped, so `"usage":` is always a member.
 """
 
 import json
@@ -101,7 +101,7 @@ def with_ids(raw: bytes, ids: Sequence[int]) -> bytes:
 
 
 def with_finish_of(raw: bytes, other: bytes) -> bytes:
-    """The event with another one's finish reason and stop reason."""
+    """The event with another event's finish reason and stop reason."""
     finish, own, stop = _FINISH.search(other), _FINISH.search(raw), _STOP.search(other)
     if finish is None or own is None or finish[1] == own[1]:
         return raw

@@ -16,7 +16,8 @@ _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 
 class GenerateEvents:
     """Reads events, and writes those of later engines as the first one's. `whole`: each event has the whole answer; None: not
-    known after a single event. Then the next engine's events wait until it is, if they say more than the client has."""
+    known after a single event. Then the next engine's events wait until that is known, if they say more than the client
+    has."""
 
     def __init__(self) -> None:
         self.whole: bool | None = None
@@ -73,7 +74,7 @@ class GenerateEvents:
         )
 
     def resume(self, ids: "array[int]", text: str) -> None:
-        """From now on, events belong to another engine's answer, which follows these ids and this text."""
+        """From now on, read events of another engine's answer, which follows these ids and this text."""
         meta = self._data.get("meta_info", {})
         written = len(self._ids)
         for name in _OF_TOKENS:

@@ -41,7 +41,7 @@ class JoinedEvents:
         return self.feed(rest)
 
     def begin_again(self) -> None:
-        """From now on, events come from another engine."""
+        """From now on, read the events of another engine."""
         self.error, self.withheld = None, b""
         self._parser = EventParser()
 

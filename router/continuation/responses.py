@@ -1,7 +1,7 @@
-"""Streams of OpenAI's Responses API. The rest of an answer is requested as a chat here, too. Events have numbers, items and
+"""Streams of OpenAI's Responses API. Here, too, the rest of an answer is requested as a chat. Events have numbers, items and
 parts; the last one has the whole response.
 
-Forms of vLLM 0.33 and SGLang 0.5.23, which name an event's fields in the order of the alphabet.
+Forms of vLLM 0.33 and SGLang 0.5.23, which list an event's fields in alphabetical order.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""How an answer with reasoning begins if its engine does not parse reasoning; templates change or drop it."""
+"""The beginning of an answer with reasoning whose engine does not parse reasoning; templates change or drop such text."""
 
 
 class RestBuilder:
@@ -91,7 +91,7 @@ class RestBuilder:
         return Api.CHAT if self._asks_as_chat else self.text.api
 
     def by_ids(self, rest: Rest) -> Rest:
-        """The rest of a conversation whose template does not fit, if the ids of its prompt and its text are known. Raises
+        """The rest of a conversation whose template does not fit, if the ids of its prompt and of its text are known. Raises
         CannotContinue."""
         if self.is_read or (self._chat_events is not None and not self._chat_events.can_write):
             raise CannotContinue(Why.TEMPLATE)
@@ -146,11 +146,11 @@ class RestBuilder:
         return body_of_rest(self.text, self.text_of(rest), ids, tokens)
 
     def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
-        """The body with ids that the engine did not give. `ids`, `tokens`: the answer so far, `tokens` as its engines counted
-        it."""
+        """The body with ids that the engine did not give. `ids`: the answer so far; `tokens`: the number of its tokens, as its
+        engines counted them."""
         shown = {} if rest.markers is None else {"skip_special_tokens": False}
         return body_of_ids(self.text, prompt_ids, ids, tokens) | shown
 
     def body_of_raw(self, raw: str, tokens: int) -> dict[str, Any]:
-        """The body of a chat for the rest of an answer with reasoning. `raw`: what the model has generated of it."""
+        """The body of a chat for the rest of an answer with reasoning. `raw`: the part that the model has generated."""
         return body_of_rest(self.text, raw, (), tokens)

@@ -51,8 +51,8 @@ class Seam(JoinedEvents):
         prompt_ids: "array[int] | None" = None,
         parsed: ParsedAnswer | None = None,
     ) -> None:
-        """`ends`: its pool's. `index`: the choice that the client's events have. `prompt_ids`: what all choices of an answer
-        share, and its first event shows. `parsed`: its tokens, if it may have tool calls that an engine can parse."""
+        """`ends`: those of its pool. `index`: the choice that the client's events have. `prompt_ids`: shared by all choices of
+        an answer, and shown by its first event. `parsed`: its tokens, if it may have tool calls that an engine can parse."""
         super().__init__()
         self._index = index
         self.ended = False
@@ -233,7 +233,7 @@ class Seam(JoinedEvents):
         return self._shown(raw, chunk)
 
     def _cut(self, raw: bytes, chunk: Chunk, rest: str) -> bytes:
-        """The event with only this rest of its text."""
+        """The event with only the given rest of its text."""
         if not chunk.reasoning:
             return edits.with_text(raw, rest.replace(END_OF_REASONING, ""))
         thought, ended, content = rest.partition(END_OF_REASONING)
@@ -248,7 +248,7 @@ class Seam(JoinedEvents):
         return b"" if self._form is None or chunk.finish is None else self._form.part("", "", last=True)
 
     def _parse(self, chunk: Chunk) -> Chunk:
-        """A completion's part as a conversation's. Counts its reasoning tokens."""
+        """A completion's part, in the form of a conversation's. Counts its reasoning tokens."""
         inside, markers = self._thoughts.inside, self._thoughts.markers
         assert markers is not None
         text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
@@ -356,7 +356,8 @@ class Seam(JoinedEvents):
         return self.builder.find(finished=self._finished, most_parts=most_parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
-        """Continue with another engine's answer, to which all later events belong. `tokens`: those of the answer so far."""
+        """Continue with another engine's answer, to which all later events belong. `tokens`: the number of the answer's tokens
+        so far."""
         self._resumed, self._speaks = True, False
         self._needs_parser = self.parsed if rest.parsed else None
         self.usage.before = tokens

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_PARTS = 256
-"""Older parts are merged into one, because the seam is rarely far from the end."""
+"""Older parts are merged into one part, because the seam is rarely far from the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,6 @@ class SentAnswer:
         self.ahead = text[self.letters :]
 
     def clear(self) -> None:
-        """Forget it."""
+        """Forget the answer."""
         self.parts.clear()
         del self.ids[:]

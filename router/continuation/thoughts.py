@@ -49,10 +49,10 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
 
 @dataclass(slots=True)
 class ThoughtEnds:
-    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep`: they send it,
-    and at once, as at the end of any part; False: they remove it, and send that at the end of other parts with the next part.
-    None: not known yet. A part that ends in white space shows it, and so does the end of a complete reasoning: if it ends in
-    none, nothing needs to be removed."""
+    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep`: they send it, and
+    at once, as at the end of any part; False: they remove it, and send that at the end of other parts with the next part.
+    None: not known yet. A part that ends in white space shows which, and so does the end of complete reasoning: if it does not
+    end in white space, nothing needs to be removed."""
 
     keep: bool | None = None
 
@@ -86,8 +86,8 @@ class Thoughts:
         return reasoning + END + content
 
     def resume(self, markers: Markers | None, *, inside: bool, fresh: bool) -> None:
-        """From now on, parts are as another engine's model generates them. `markers` None: no reasoning is among them.
-        `fresh`: the first one may begin it."""
+        """From now on, parts are read as another engine's model generates them. `markers=None`: they contain no reasoning.
+        `fresh`: the first part may begin it."""
         self.markers, self.inside, self._held = markers, inside, ""
         self._between, self._fresh = False, fresh and not inside
 

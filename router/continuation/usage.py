@@ -56,7 +56,7 @@ class WholeUsage:
             self.completion_tokens = min(self.completion_tokens, most)
 
     def add_reasoning(self, usage: Mapping[str, Any]) -> None:
-        """Add the reasoning that a later engine counts of its own part."""
+        """Add the reasoning tokens that a later engine counts in its own part."""
         details = usage.get("completion_tokens_details")
         own = count(details, "reasoning_tokens") if isinstance(details, dict) else None
         if self.apart is not None and own is not None:

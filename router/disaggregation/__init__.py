@@ -1,4 +1,4 @@
-"""Disaggregated serving: one engine computes a request's prompt, another one its answer.
+"""Disaggregated serving: one engine computes a request's prompt, another its answer.
 
     kv_transfer_params.py  vLLM's request forms
     bootstrap.py           SGLang's request forms
@@ -6,5 +6,5 @@
     kv_sources.py          names a worker to fetch KV from in requests
     pair_booker.py         which requests get a pair, and where they go if that fails
 
-`router_client.pricing.prefill_decode` chooses the pair. The KV goes from engine to engine and never passes the router.
+`router_client.pricing.prefill_decode` chooses the pair. The KV goes from engine to engine and never passes through the router.
 """

@@ -19,8 +19,8 @@ CARRIED_OUT = frozenset({KvConnector.P2P, KvConnector.KVCR})
 
 
 def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
-    """The prompt, allowed to be priced with a fetch of KV if its request can name a source and computes one prompt once. With
-    several, an engine would use the same source and id for each."""
+    """The prompt, allowed to be priced with a fetch of KV if its request can name a source and computes one prompt once. If
+    there are several prompts or answers, an engine would use the same source and id for each."""
     if text is None or not text.api.is_checked or text.prompts != 1 or text.choices != 1:
         return read
     return RequestPrompt(replace(read.prompt, fetch_by=CARRIED_OUT), read.prompt_tokens, read.untokenized)

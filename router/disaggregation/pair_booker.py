@@ -68,7 +68,8 @@ class PairBooker:
     async def _book_whole(
         self, prompt: Prompt, avoid: frozenset[str], prefillers: frozenset[str], *, dry_run: bool
     ) -> Choice:
-        """Book one worker for the whole request. Decode workers may serve it too; prefill workers only if there is no other."""
+        """Book one worker for the whole request. Decode workers may serve it too; prefill workers only if there is no other
+        worker."""
         try:
             return (await self._client.reserve_pd(prompt, avoid=avoid | prefillers, dry_run=dry_run)).decode
         except NoWorkers:

@@ -37,7 +37,7 @@ class EjectionCounters:
 
 @dataclass(slots=True)
 class _Pool:
-    """`left`: ejected workers that the fleet no longer has."""
+    """`left`: ejected workers that have left the fleet."""
 
     ejections: PoolEjections
     used_at: float

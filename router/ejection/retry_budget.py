@@ -1,4 +1,5 @@
-"""Limits retries, so that they don't make an overload worse, and so that one tenant's failing requests use up no other's."""
+"""Limits retries, so that they don't make an overload worse, and so that one tenant's failing requests don't use up the
+retries of others."""
 
 import time
 from collections import OrderedDict
@@ -51,7 +52,7 @@ class RetryBudget:
     def record_request(self) -> None:
         """Record a request's first attempt."""
         self._refill()
-        self._earned += self._share  # fades: a burst of failures may use what the last seconds earned
+        self._earned += self._share  # faded: a burst of failures may use what the last seconds earned
 
     def take(self) -> bool:
         """True if one more attempt is allowed, which is then counted."""

@@ -2,5 +2,5 @@
 
 object_use.py      pure: the objects that a request names, and those that an answer creates
 object_holders.py  which worker has each object, shared by the fleet's routers
-known_holders.py   those that one process remembers
+known_holders.py   the holders that one process remembers
 """

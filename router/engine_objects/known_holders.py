@@ -1,14 +1,15 @@
-"""The objects' workers that one process remembers: all tenants together have bounded room, and equal rights to it."""
+"""The objects' workers that one process remembers: the space for all tenants together is bounded, and each has an equal right
+to it."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 
 SPARE = 0.01
-"""Share of the room that is made at a time, so that making it costs little."""
+"""Share of the space that is freed at a time, so that freeing it costs little."""
 
 
 class KnownHolders:
-    """Holds at most `most` objects. When there is no room, the tenants with the most objects lose their oldest ones."""
+    """Holds at most `most` objects. When it is full, the tenants with the most objects lose their oldest objects."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -27,8 +27,8 @@ class ObjectUnknown(KvatlasError):
 
 
 class ObjectHolders:
-    """Safe to share between tasks of one event loop. Bounded, here and in the store: each tenant has its part, and its oldest
-    objects are forgotten."""
+    """Safe to share between tasks of one event loop. Bounded, here and in the store: each tenant has its share, and its oldest
+    objects are forgotten first."""
 
     def __init__(self, fleet: FleetStore, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]]) -> None:
         self._fleet = fleet

@@ -36,7 +36,7 @@ _IN_PARTS = frozenset(
         *("file_search", "code_interpreter"),
     }
 )
-"""Types of message parts and tools that name such objects. Arguments of a tool call don't: they are free text."""
+"""Types of message parts and tools that name such objects. A tool call's arguments don't name any: they are free text."""
 _UNDER_PARTS = ("file", "source", "image_file", "container")
 _LISTS = ("attachments", "files", "tool_resources")
 """Fields of messages, threads, assistants and batches of files; each member names objects."""
@@ -50,8 +50,8 @@ _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_i
 
 @dataclass(frozen=True, slots=True)
 class ObjectUse:
-    """How a request uses such objects. `ids`: those that it names; empty if it makes one or lists them. `lists`: it lists them.
-    `kept`: the engine keeps what this request makes."""
+    """How a request uses such objects. `ids`: the objects that it names; empty if it makes one or lists them. `lists`: it
+    lists them. `kept`: the engine keeps what this request makes."""
 
     ids: tuple[str, ...] = ()
     lists: bool = False
@@ -99,7 +99,7 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    """True if a name may be there, possibly with escaped characters."""
+    """True if a name may be in the text, possibly with escaped characters."""
     return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 

@@ -40,7 +40,7 @@ class BookedPrompt:
 
 
 Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
-"""Books the worker at the endpoint that answered; None if that is no worker of the fleet, or can't be booked."""
+"""Books the worker at the endpoint that answered; None if that is not a worker of the fleet, or can't be booked."""
 
 
 class LeftBookings:
@@ -62,7 +62,7 @@ class LeftBookings:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End all of them now."""
+        """End all these bookings now."""
         await end_tasks(list(self._tasks))
 
 

@@ -11,15 +11,15 @@ class GatewayCounters:
     """Plain integers since the process started.
 
     A gateway's request is picked `by_prompt` (by overlap with the prompt), `by_load` (prompt unknown: no completion, too long,
-    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `invalid` (its client's fault),
-    `refused` (no worker can take it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`: it ended
-    before a decision. `queued`: it waited for a worker with room.
+    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `invalid` (its client's
+    fault), `refused` (no worker can take it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`:
+    it ended before a decision. `queued`: it waited for a worker with room.
 
     Picked requests end as `answered` (status 2xx, complete), `failed` (another status), `left` (the answer bypassed the
     picker), or `gone` (the client, gateway or engine disconnected first). `served_elsewhere`: a fallback answered.
-    `out_of_order`: streams ended because of a protocol violation; `observed`: because the filter only observes. `no_address`:
-    times that a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request to its
-    decision.
+    `out_of_order`: streams ended because of a protocol violation; `observed`: streams ended because the filter only observes.
+    `no_address`: times that a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request
+    to its decision.
     """
 
     by_prompt: int = 0

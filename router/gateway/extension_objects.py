@@ -112,7 +112,7 @@ class PoolObjects:
 
 
 class ExtensionObjects(PeriodicRead):
-    """A pool's objects, read periodically. While the API does not answer, the last-read ones stay."""
+    """A pool's objects, read periodically. While the API does not answer, the last-read objects stay in use."""
 
     def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
         """`api=None`: there are no objects."""

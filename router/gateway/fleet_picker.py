@@ -147,7 +147,7 @@ class FleetPicker:
             self._counters.invalid += 1
             return Refusal(ErrorKind.INVALID, str(error), None)
         candidates = self._candidates_of(head)
-        if asked.caller.is_proven:  # nothing says which tenants' prompts a pod without a publisher may see
+        if asked.caller.is_proven:  # it is not known which tenants' prompts a pod without a publisher may see
             candidates = candidates._replace(unpublished=())
         if asked.objects is not None and not candidates.unpublished:
             try:

@@ -81,7 +81,7 @@ async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[K
 
 
 class PeriodicRead(ABC):
-    """Reads something from the API every EVERY_S. While the API does not answer, the last value stays."""
+    """Reads a value from the API every EVERY_S. While the API does not answer, the last value stays."""
 
     def __init__(self, what: str) -> None:
         """`what`: its name in the log."""
@@ -121,7 +121,7 @@ class PeriodicRead(ABC):
 
 
 def parse_objects(kind: str, model: type[T], found: Iterable[Any], wrong: list[str]) -> list[T]:
-    """The objects that can be read. For each other one, a line is added to `wrong`."""
+    """The objects that can be read. For each of the others, a line is added to `wrong`."""
     read: list[T] = []
     for one in found:
         try:

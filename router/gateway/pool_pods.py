@@ -18,7 +18,7 @@ LOOKUP_S = 5.0
 """Interval at which the names of pods are looked up again."""
 POOL_VERSION = "inference.networking.k8s.io/v1"
 ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
-"""A pod's annotation with those of the pool's ports that it serves on; the extension's own picker reads it too."""
+"""A pod's annotation that lists which of the pool's ports it serves on; the extension's own picker reads it too."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -33,7 +33,7 @@ class PoolPods(Protocol):
 
     @property
     def is_known(self) -> bool:
-        """True once requests can be routed by it."""
+        """True once requests can be routed by this list."""
         ...
 
     async def start(self) -> None: ...
@@ -43,7 +43,7 @@ class PoolPods(Protocol):
 
 class PodList:
     """The endpoints of a pool's pods, from `host:port` entries. A name, such as a headless Service's, stands for all of its
-    addresses and is looked up again every LOOKUP_S. If that fails, its last addresses stay."""
+    addresses and is looked up again every LOOKUP_S. If that fails, its last addresses stay in use."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         """Raises InvalidValue for an entry that is not host:port."""

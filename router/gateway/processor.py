@@ -40,7 +40,7 @@ ECHO = "x-echo-set-header"
 answer, reports it; ECHO makes the suite's echoing engine report it if the gateway does not show answers to the picker."""
 
 SOON_S = 0.25
-"""A stream that ends within this time after an answer's headers ended before the answer did."""
+"""If a stream ends within this time after an answer's headers, it ended before the answer did."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 
@@ -72,7 +72,7 @@ class Processor:
         self._log = RateLimitedLog(_log)
 
     async def run(self, messages: AsyncIterable[ProcessingRequest], send: Send) -> None:
-        """Process one request. Returns at its end, or when the picker leaves the rest to the gateway.
+        """Process one request. Returns at its end, or when the gateway handles the rest alone.
 
         Raises OutOfOrder if the gateway violates the protocol.
         """
@@ -246,7 +246,7 @@ class _Stream:
         self._metrics.record_end(self._attributes, time.monotonic() - self._came_at, error, usage)
 
     async def close(self) -> None:
-        """Report the end to the picked request unless that was done. Called however the stream ended."""
+        """Report the end to the picked request, unless this has been done. Called however the stream ended."""
         try:
             if self._picked is None:
                 self._counters.undecided += not self._ended

@@ -16,7 +16,7 @@ class SenderUnknown(InvalidValue):
 
 @dataclass(frozen=True, slots=True)
 class SenderTrust:
-    """`headers`: headers that the gateway sets itself, whatever its clients send; in lower case. The tenant is in
+    """`headers`: headers that the gateway sets itself, whatever its clients send, in lower case. The tenant is in
     `tenant_header` or `tenant_metadata` (a namespace of Envoy's dynamic metadata and a key in it); without either, there is
     only one tenant."""
 

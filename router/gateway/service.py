@@ -1,4 +1,4 @@
-"""The endpoint picker as a process: the parts that route requests, and the gRPC servers."""
+"""Runs the endpoint picker as a process: the parts that route requests, and the gRPC servers."""
 
 import logging
 from collections.abc import AsyncIterator, Callable

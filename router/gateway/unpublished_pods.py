@@ -23,7 +23,7 @@ MOST_ABOVE_MEAN = 1.25
 
 
 class UnpublishedPods:
-    """Knows only this process's own running requests of each pod."""
+    """Knows only this process's own running requests on each pod."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()

@@ -84,7 +84,8 @@ class WorkerAddresses:
         """The workers at the pool's endpoints, and its endpoints without a worker, both limited to `subset` if given. An ip
         without a port names all of its ports.
 
-        `pool=None`: the pool is unknown. Then all workers; with a subset, its workers and its other endpoints.
+        `pool=None`: the pool is unknown. The result is then all workers or, with a subset, its workers and its other
+        endpoints.
         """
         members = pool if subset is None else subset if pool is None else _shared(pool, subset)
         if members is None:
@@ -101,7 +102,7 @@ class WorkerAddresses:
         return Candidates(frozenset(workers), unpublished)
 
     def worker_at(self, endpoint: str) -> str | None:
-        """The worker at an endpoint; None if there is none or several."""
+        """The worker at an endpoint; None if there is no worker, or several."""
         found = self._by_endpoint.get(endpoint, ())
         return found[0] if len(found) == 1 else None
 

@@ -58,7 +58,7 @@ def with_reservation(deployment: Deployment, reservation: str, headers: Mapping[
 
 
 def add_headers(request_kwargs: dict[str, Any], headers: Mapping[str, str]) -> None:
-    """Add headers to a request's own, if it has any, since LiteLLM then sends no others."""
+    """Add headers to a request's own headers, if it has any, since LiteLLM then sends no others."""
     if "extra_headers" in request_kwargs:
         own = request_kwargs["extra_headers"] or {}
         request_kwargs["extra_headers"] = {**{k: v for k, v in own.items() if k != RANK_HEADER}, **headers}

@@ -62,7 +62,7 @@ _providers = frozenset(provider.value for provider in litellm.LlmProviders)
 @dataclass(slots=True)
 class LitellmCounters:
     """Plain integers. `held`: deployments that kvatlas chose and booked. `held_done`: those whose end LiteLLM reported;
-    `held_expired`: those whose end it never reported. `left`: choices left to LiteLLM's own strategy."""
+    `held_expired`: those whose end it never reported. `left`: choices that LiteLLM's own strategy made."""
 
     held: int = 0
     held_done: int = 0
@@ -87,11 +87,11 @@ def own_pool(model: str) -> Scope:
 
 
 class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[misc]  # LiteLLM's types are not read
-    """The routing strategy and callback of one LiteLLM Router, from entering to leaving.
+    """The routing strategy and callback of one LiteLLM Router, while it is entered.
 
-    A deployment belongs to a worker if its `api_base` is the worker's advertised address, or its `model_info.id` the
-    worker's id. `scope_of` maps an engine's model to its scope. LiteLLM's own strategy chooses if no healthy deployment belongs
-    to a worker, if the workers' deployments serve several models, and for calls without messages.
+    A deployment belongs to a worker if its `api_base` is the worker's advertised address, or its `model_info.id` the worker's
+    id. `scope_of` maps an engine's model to its scope. LiteLLM's own strategy chooses if no healthy deployment belongs to a
+    worker, if the workers' deployments serve several models, and for calls without messages.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the choice back to LiteLLM, and release all bookings."""
+        """Hand the choice back to LiteLLM, and release all bookings."""
         for name in ("get_available_deployment", "async_get_available_deployment", "atext_completion"):
             vars(self._router).pop(name, None)
         litellm.logging_callback_manager.remove_callback_from_all_lists(self)

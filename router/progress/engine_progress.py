@@ -5,20 +5,20 @@
     STALLED    no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
     PROBING    stalled, and being probed.
 
-Progress is a computed byte of any answer, including a probe's, or a change of counters or KV events (`observe`). Any progress
+Progress is a computed byte of any answer, including a probe's, a change of counters, or a KV event (`observe`). Any progress
 makes an engine alive in any state, however long one request waits there. Status pages and refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
-  first request if the engine was idle. The longest bounds apply, of the requests present then and of those that came before
-  it could be suspected. Later ones, which keep coming until the stall is found, don't extend it. If all running answers have
-  begun, BEGUN applies.
-- **Clients that left** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last progress
-  make it suspected, which only costs a probe. They alone never make it stalled: if no request waits, it becomes stalled only
-  when a probe stays unanswered for twice the usual time.
+  first request if the engine was idle. The longest bounds apply among the requests present then and those that arrived
+  before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
+  answers have begun, BEGUN applies.
+- **Clients that disconnected** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last
+  progress make it suspected, which only costs a probe. They alone never make it stalled: if no request waits, it
+  becomes stalled only when a probe stays unanswered for twice the usual time.
 - **A probe** may take the time between suspicion and stall, counted from when it was sent. While an engine is stalled, one
   probe runs at a time, PROBE_EVERY_S apart.
-- **An engine that can't be probed**, because it refuses the probe itself, stalls only by a waiting request. It is then tried
-  with one real request each TRIAL_EVERY_S.
+- **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting
+  request. It is then tried with one real request each TRIAL_EVERY_S.
 - **A pause of the observer** (`skip`) does not count as silence.
 - After an engine was stalled for CUT_S, its other answers are given up too (`is_lost`).
 """
@@ -32,7 +32,7 @@ from kvatlas_router.progress.expected_times import Bounds
 BEGUN = Bounds(5.0, 10.0)
 LEAST_LEFT = 3
 LEFT_S = 60.0
-"""Clients that left are forgotten after this time without another request."""
+"""Clients that disconnected are forgotten after this time without another request."""
 PROBE_EVERY_S = 2.0
 PROBE_S = 15.0
 """Shortest time that a stalled engine's probe runs before the next one replaces it."""
@@ -91,12 +91,12 @@ class EngineProgress:
         self.may_be_probed = True
         self._waiting: dict[Hashable, _Waiting] = {}
         self._begun: set[Hashable] = set()
-        """Requests whose answers have begun. Thousands may be open, so nothing looks at all of them."""
+        """Requests whose answers have begun. Thousands may be open, so nothing iterates over all of them."""
         self._left, self._left_at = 0, 0.0
         self._quiet_since: float | None = None
         """When the silence began; None if it has no work."""
         self._deadlines: _Deadlines | None = None
-        """See `_find_deadlines`, which sets them if they are not known: each part of an answer changes them."""
+        """See `_find_deadlines`, which sets these if they are not known: each part of an answer changes them."""
         self._knows_deadlines = True
         self._doubted_at: float | None = None
         """When the first probe since the last progress was sent."""
@@ -142,7 +142,7 @@ class EngineProgress:
         self._deadlines, self._knows_deadlines = None, False
 
     def leave(self, key: Hashable, now: float) -> None:
-        """Record that a request's client left."""
+        """Record that a request's client disconnected."""
         if key in self._waiting:
             self._left, self._left_at = self._left + 1, now
         self.end(key, now)
@@ -153,7 +153,7 @@ class EngineProgress:
             self._progress(min(at, now))
 
     def skip(self, seconds: float, now: float) -> None:
-        """Discount a time in which the observer did not look."""
+        """Discount a period in which the observer did not look."""
         deadlines = self._find_deadlines()
         if self._quiet_since is not None:
             self._quiet_since = min(now, self._quiet_since + seconds)
@@ -206,7 +206,7 @@ class EngineProgress:
         return self.state
 
     def wants_probe(self, now: float) -> bool:
-        """True if it should be probed now. The new probe replaces a running one."""
+        """True if it should be probed now. The new probe replaces any that is running."""
         if self.state is State.ALIVE or now < self._next_probe_at:
             return False
         if self._probe_at is None:
@@ -268,8 +268,8 @@ class EngineProgress:
         return self._quiet_since + BEGUN.suspect_s, self._quiet_since + BEGUN.stall_s
 
     def _is_sure(self, seconds: float, now: float) -> bool:
-        """True if probes stayed unanswered for this time, or for an engine that can't be probed, if a request waits for longer
-        than its own bound."""
+        """True if probes stayed unanswered for this time or, for an engine that can't be probed, if a request has waited for
+        longer than its own bound."""
         if self.may_be_probed:
             seconds = seconds if self._has_work else 2 * seconds
             return self._doubted_at is not None and now - self._doubted_at >= seconds

@@ -9,7 +9,7 @@ over about MEMORY answers. Its middle corrects the prediction; its spread (stand
     stall    = 2 x suspect: at most 3 x expected, if that is 2 s or more; at least 1.5 x the longest silence of up to
                MOST_QUIET_S in the last minutes that ended with progress
 
-Before ENOUGH answers, nothing is known: stall is UNKNOWN_S, or 3 x the prediction if that is longer.
+Before ENOUGH answers, nothing is known: stall = UNKNOWN_S, or 3 x the prediction if that is longer.
 """
 
 import math

@@ -34,8 +34,8 @@ SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
 @dataclass(slots=True)
 class ProgressCounters:
     """Plain integers since the router started. `stalls`: how often an engine with work stopped making progress; `returns`: how
-    often one resumed. `probes`: our own small, real requests. `moved`: requests that left a stalled engine: those without
-    a byte, and streams that continue elsewhere."""
+    often a stalled engine resumed. `probes`: our own small, real requests. `moved`: requests that left a stalled engine: those
+    without a byte, and streams that continue elsewhere."""
 
     stalls: int = 0
     returns: int = 0
@@ -45,7 +45,8 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`series`: its metric. `reported`: it was reported as stalled, at `stalled_at`. `seen`: its last record's evidence."""
+    """`series`: its metric. `reported`: it was reported as stalled, at `stalled_at`. `seen`: the evidence of its last
+    record."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
@@ -274,7 +275,7 @@ class ProgressMonitor:
         return engine
 
     def _forget(self, worker_id: str) -> None:
-        """Drop a worker that left the fleet, or at the router's end."""
+        """Drop a worker that left the fleet; also called at the router's end."""
         engine = self._engines.pop(worker_id)
         self._stalled.pop(worker_id, None)
         if engine.series is not None:

@@ -17,8 +17,8 @@ def stays(_: frozenset[str], began: bool) -> bool:
 @dataclass(frozen=True, slots=True)
 class SentAttempt:
     """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
-    answer proves that the engine computes, not just its HTTP server. `may_move`: true if the request, whose answer has
-    begun or not, may be tried on one of these workers instead; its budget is then charged for that."""
+    answer proves that the engine computes, not just its HTTP server. `may_move(workers, begun)`: true if the request may be
+    tried on one of these workers instead; the budget is then charged. `begun`: its answer has begun."""
 
     worker_id: str
     pool_id: str
@@ -66,7 +66,7 @@ class WatchedAttempt:
         self._monitor.close(self, left=False)
 
     def leave(self) -> None:
-        """Record that its client left, unless `give_up` cancelled it."""
+        """Record that its client disconnected, unless `give_up` cancelled it."""
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self, *, lost: bool = False) -> bool:

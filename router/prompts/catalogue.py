@@ -92,8 +92,8 @@ class Catalogue:
     async def scope_of(
         self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
     ) -> Scope | None:
-        """The identity scope of a request that names this model; None if no engine serves it or did within GONE_S. Without a
-        name, the fleet's model if there is only one."""
+        """The identity scope of a request that names this model; None if no engine serves it now or did within GONE_S. Without
+        a name, the fleet's model if there is only one."""
         served = await self._find(name, seen_by)
         if name is not None:
             served = self._remember((name, seen_by), served)
@@ -225,7 +225,7 @@ class Catalogue:
         return found
 
     def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
-        """What the name stands for, or did within GONE_S, unless its pool has engines up."""
+        """What the name stands for, or stood for within GONE_S, unless its pool has engines up."""
         if served is None:
             known, at = self._remembered.get(key, (None, 0.0))
             return known if self._clock() - at <= GONE_S and not self._is_served(known) else None

@@ -53,14 +53,14 @@ from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
 END_S = 5.0
-"""An engine that has sent the final event, or an error, may take so long to end its answer: until then its connection can be
+"""How long an engine that has sent the final event, or an error, may take to end its answer: until then, its connection can be
 kept."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
 """vLLM's calls that read a priority."""
 
 
 class EngineFailed(KvatlasError):
-    """An answer ended with an error that the engine reported in it. The client got both."""
+    """An answer ended with an error that the engine reported in it. The client got the answer and the error."""
 
     def __init__(self, error: EngineError) -> None:
         super().__init__(f"it returned an error: {error.line}")
@@ -109,7 +109,7 @@ class AnswerRelay:
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
         """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`.
-        `may_move`: see `SentAttempt`. `continued`: its answer, or what there is of it."""
+        `may_move`: see `SentAttempt`. `continued`: its answer, as far as it exists."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
@@ -185,7 +185,7 @@ class AnswerRelay:
             whole=goes_on,
             counts=goes_on,
             choices=choices,
-            ends_at_error=request.for_engine.path == Api.MESSAGES,  # a repeated error comes before their end, if any
+            ends_at_error=request.for_engine.path == Api.MESSAGES,  # a repeated error, if any, comes before their end
         )
         async for chunk in answer:
             passed = self._read(answer, stream, chunk)

@@ -55,7 +55,7 @@ from router_client.request_feed import RequestFeed
 
 _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"})
-"""Passed on to engines. OPTIONS is not: browsers send no key with it, so it proves nothing."""
+"""Passed on to engines. OPTIONS is not passed on: browsers send no key with it, so it proves nothing."""
 
 
 class Connections(Protocol):
@@ -66,9 +66,9 @@ class Connections(Protocol):
 
 
 class ProxyApplication:
-    """The routes over one proxy's parts. `asgi` is the application; `control`, if separate, the one for operators. `draining`:
-    about to stop, so not ready, but still answering requests. `connections`: the server's; it is not ready while nearly all are
-    in use."""
+    """The routes over one proxy's parts. `asgi` is the application; `control`, if separate, is the application for operators.
+    `draining`: about to stop, so not ready, but still answering requests. `connections`: the server's; it is not ready while
+    nearly all are in use."""
 
     def __init__(
         self,

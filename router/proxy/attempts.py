@@ -23,7 +23,7 @@ class Attempts:
     """One request in a pool, and the outcome of its attempts so far.
 
     `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
-    and its status. `free`: the last attempt reached no engine, so the next needs no budget. `paid`: the budget has already
+    and its status. `free`: the last attempt reached no engine, so the next one needs no budget. `paid`: the budget has already
     allowed the next attempt. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next attempt.
     `begun`: the client has a part of an answer. `stalled`: that answer, while another worker is sought for the rest.
     `leave_at`: from this time of the monotonic clock on, an answer may leave a stalled engine.

@@ -60,9 +60,10 @@ class ClientRequest:
     `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
     `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
     `prompt_tokens`: its prompts' tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
-    that it names or makes. `on_leave`: takes a function to call if its client leaves (`ON_LEAVE`); `gone`: it left before it
-    had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`: to the client, in a
-    header. `failure`: why the router could not answer. `wait`: its wait in the pool's queue, if any.
+    that it names or makes. `on_leave`: takes a function to call if its client disconnects (`ON_LEAVE`); `gone`: the client
+    disconnected before it had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`:
+    the client sees the decision, in a header. `failure`: why the router could not answer. `wait`: its wait in the pool's
+    queue, if any.
     """
 
     text: TextRequest | None
@@ -133,7 +134,7 @@ class ClientRequest:
         await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
-        """Send an engine's whole answer; in a stream that has begun, send its error instead."""
+        """Send an engine's whole answer; in a stream that has begun, send the answer's error instead."""
         if self.status is None:
             await send_answer(self.send, answer, self._shown(header))
             return
@@ -175,7 +176,7 @@ class ClientRequest:
             await self.send({"type": "http.response.body", "body": event})
 
     def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
-        """Headers that explain the choice, if the client may see them; with that of the queue if the request waited."""
+        """Headers that explain the choice, if the client may see them, including the queue's header if the request waited."""
         if not self.shows_decision:
             return ()
         return (*headers, queue_header(self.wait)) if self.wait else headers
@@ -260,8 +261,8 @@ async def send_error(
     retry_after_s: int | None = 1,
     added: RawHeaders = (),
 ) -> None:
-    """Send an error in the form of the path's API. `retry_after_s=None`: the same request never passes, so that the SDKs of
-    OpenAI and Anthropic must not send it again."""
+    """Send an error in the form of the path's API. `retry_after_s=None`: the same request never passes, so the SDKs of OpenAI
+    and Anthropic must not send it again."""
     headers = [(b"content-type", b"application/json"), *added]
     if retry_after_s is None:
         headers.append((b"x-should-retry", b"false"))

@@ -34,7 +34,7 @@ TOKENS_WAIT_S = 10.0
 """Longest wait for late tokens that an answer needs to continue; shorter if its request may wait less for a worker."""
 AGAIN_S = 0.05
 PARSE_PAUSE = 9
-"""Tokens that an engine must parse again and again wait for this many times the last parse."""
+"""Tokens that an engine must parse repeatedly wait for this many times the duration of the last parse."""
 _LATE = frozenset({WhyNoTokens.LATE.value, WhyNoTokens.BUSY.value})
 
 KindOf = Callable[[Scope], Awaitable[EngineKind]]
@@ -45,7 +45,7 @@ ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """What another engine is asked for: the rest of the answer, `tokens` of which it gets as input; and the request's API and
+    """What another engine is asked for: the rest of the answer (it gets `tokens` of it as input), and the request's API and
     body."""
 
     rest: Rest
@@ -56,8 +56,8 @@ class _Next:
 
 @dataclass(slots=True)
 class ContinuedAnswer:
-    """`seam`: between the engines' answers; None if it can't be continued, because of `why` (None: continuing is switched
-    off). `goes_on`: the current engine is not the first. `lost`: how the last engine's part ended."""
+    """`seam`: joins the engines' answers; None if the answer can't be continued, because of `why` (None: continuing is
+    switched off). `goes_on`: the current engine is not the first. `lost`: how the last engine's part ended."""
 
     request: ClientRequest
     counters: ContinuationCounters
@@ -113,7 +113,8 @@ class ContinuedAnswer:
         return replace(self.request.text, api=self._next.api, body=self._next.body)
 
     def fit(self, *, readable: bool) -> None:
-        """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, as the first."""
+        """Check the answer that an engine has begun. Raises CannotContinue unless it is a stream of events, like the first
+        one."""
         if readable:
             return
         if self._next is not None:
@@ -122,7 +123,7 @@ class ContinuedAnswer:
             self.seam, self.why = None, Why.UNREADABLE
 
     def whole_usage(self, usage: Usage | None) -> Usage | None:
-        """The whole answer's usage, from that of the last engine."""
+        """The whole answer's usage, computed from the last engine's usage."""
         if self.seam is None or (usage is not None and not self.goes_on):
             return usage
         return self.seam.usage.whole
@@ -244,12 +245,13 @@ class ContinuedAnswer:
         return self.seam.feed(passed) + await self._parse(ask)
 
     async def end_engine(self, rest: bytes, ask: AskEngine) -> bytes:
-        """The same for the last bytes of its stream."""
+        """Like `feed`, for the last bytes of its stream."""
         assert self.seam is not None
         return self.seam.end(rest) + await self._parse(ask)
 
     async def _parse(self, ask: AskEngine) -> bytes:
-        """The client's bytes for unread tokens. Parsing takes at most a tenth of the time, and all at the end."""
+        """The client's bytes for unread tokens. Parsing takes at most a tenth of the time, except at the end, when all tokens
+        are parsed."""
         seam = self.seam
         if not isinstance(seam, Seam) or (parsed := seam.parsed) is None or not parsed.is_unread:
             return b""
@@ -315,7 +317,7 @@ class ContinuedAnswer:
         """A text that engines generated, as tokens."""
         asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
         if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
-            asked["cache_salt"] = salt  # it may name the tenant, whose engines alone may read the text
+            asked["cache_salt"] = salt  # it may name the tenant: only that tenant's engines may read the text
         return await self._read(TextRequest.of(Api.COMPLETIONS, asked))
 
     async def _read(self, text: TextRequest) -> RequestPrompt:

@@ -123,8 +123,8 @@ def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
 
 
 def is_ambiguous(path: str) -> bool:
-    """True for a decoded path that an engine, or HTTP software before it, may take for another one: it has empty or dotted
-    parts, or characters that are not printable, such as the line end that Python's `$` ignores at the end."""
+    """True for a decoded path that an engine, or HTTP software before it, may mistake for a different one: it has empty or
+    dotted parts, or characters that are not printable, such as the line end that Python's `$` ignores at the end."""
     parts = path.split("/")[1:]
     return "" in parts[:-1] or bool({".", ".."} & set(parts)) or not path.isprintable()
 

@@ -1,4 +1,5 @@
-"""One request through the proxy, from its arrival to its record: reads the prompt, and leaves it to `WorkerAttempts`."""
+"""Takes one request through the proxy, from its arrival to its record: reads the prompt, then hands over to
+`WorkerAttempts`."""
 
 import asyncio
 import logging
@@ -112,7 +113,7 @@ class Exchange:
             await request.break_off(ErrorKind.UNAVAILABLE, "the router is stopping; send the request again")
 
     def _let_go(self, request: ClientRequest, answering: "asyncio.Task[Any]") -> None:
-        """Cancel what is done for a client that left, unless only the report to the other routers is left."""
+        """Cancel the work for a client that disconnected, unless only the report to the other routers remains."""
         if not request.complete:
             request.gone = True
             self._counters.gone += 1

@@ -13,7 +13,7 @@ MAX_NAME_BYTES = 1_024
 
 
 def find_form_model(content_type: str, body: bytes, *, of_tenant: bool = False) -> str | None:
-    """The last field `model`, which engines use; None without one.
+    """The last field `model`, which is the one that engines use; None if there is none.
 
     Raises UnreadableBody for a form that two parsers may read differently, and NotForClients for a field that clients must not
     send to engines.

@@ -27,7 +27,7 @@ _SHALLOW = re.compile(rb'["{}\[\]:,]')
 
 
 async def find_model(body: bytes, *, of_tenant: bool = False) -> str | None:
-    """The text under `model` in a JSON object; None without one. The engine judges the rest of the body.
+    """The text under `model` in a JSON object; None if there is none. The engine judges the rest of the body.
 
     Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
     WITHHELD at any depth, and `of_tenant` for one that tenants' clients may not send, or that names an engine's object.

@@ -197,8 +197,8 @@ class WorkerAttempts:
     async def _go_on(
         self, attempts: Attempts, worker_id: str | None = None, error: EngineLost | EngineFailed | None = None
     ) -> bool:
-        """Handle an answer whose engine, this worker, died in the middle, or one of whose choices has ended after that. False
-        to let another worker continue; True if it has ended."""
+        """Handle an answer whose engine, this worker, died in the middle, or one of whose choices ended after such a death.
+        False to let another worker continue; True if it has ended."""
         attempts.tried |= {worker_id} if worker_id is not None else frozenset()
         attempts.apart = False
         try:
@@ -248,7 +248,7 @@ class WorkerAttempts:
         return False
 
     async def _leave_stalled(self, attempts: Attempts) -> None:
-        """Leave the engine whose answer stalled, now that another one answers."""
+        """Give up the engine whose answer stalled, now that another one answers."""
         stalled, attempts.stalled = attempts.stalled, None
         if stalled is None:
             return
@@ -259,8 +259,8 @@ class WorkerAttempts:
         _log.warning("worker %s: %s", worker_id, stalled.error)
 
     async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
-        """End a begun answer with its engine's error, since no worker can continue it. Raises CannotContinue instead while
-        its stalled engine may."""
+        """End a begun answer with its engine's error, since no worker can continue it. Raises CannotContinue instead while its
+        stalled engine may still continue it."""
         if attempts.stalled is not None:
             raise CannotContinue(why)
         self._counters.broken += 1
@@ -297,7 +297,7 @@ class WorkerAttempts:
         attempts.free = not cause.connected
         self._ejections.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
         _log.warning("worker %s: %s; trying another", worker_id, cause)
-        if attempts.begun and cause.connected:  # perhaps two engines died of what comes next
+        if attempts.begun and cause.connected:  # perhaps what comes next killed two engines
             await self._end_broken(attempts, Why.SAME_TOKEN)
             return True
         return False

@@ -10,7 +10,7 @@ from router_client.pricing.overlap import HeldPrefix
 
 
 def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
-    """The answer by tenant and instance: the longest start held on each single medium, and by rank."""
+    """The answer by tenant and instance: the longest start held on any media, on each single medium, and by rank."""
     instances: dict[str, dict[str, Any]] = {}
     for match in matches:
         media = on_each_medium(match.held.runs)

@@ -27,9 +27,9 @@ from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
 PROVE_AGAIN_S = 10.0
-"""A key that is withdrawn, or a token that ends, counts for a follower up to this long."""
+"""For a follower, a withdrawn key or an expired token stays valid for up to this long."""
 MAX_HINT_TOKENS = 1 << 17
-"""Token ids of a prompt in hints, whose fields are checked all at once."""
+"""Maximum number of token ids of a prompt in hints, whose fields are checked all at once."""
 
 
 Prove = Callable[[], Awaitable[Caller]]
@@ -116,7 +116,7 @@ class QueryApi:
         return scope, size, chain
 
     def prompt_of_hashes(self, scope: Scope, hashes: bytes, block_size: int, chain: str) -> Prompt:
-        """A prompt of ready hashes from a chain."""
+        """A prompt of precomputed hashes from a chain."""
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
     async def workers(self, model: str | None, group: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:

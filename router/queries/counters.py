@@ -17,8 +17,8 @@ from kvatlas_router.tenancy.refusals import KeysUnknown
 class QueryCounters:
     """Queries over HTTP and gRPC: plain integers since the server started.
 
-    `answered`, `refused` (the query's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds
-    for each. `changes`: sent to those who keep a copy.
+    `answered`, `refused` (the query's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds for
+    each. `changes`: changes sent to followers that keep a copy.
     """
 
     answered: int = 0
@@ -29,7 +29,7 @@ class QueryCounters:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Count what the block does with one query."""
+        """Count the outcome of one query, which the block answers."""
         began = perf_counter()
         try:
             yield

@@ -16,7 +16,7 @@ from kvatlas.errors import InvalidValue
 
 MAX_TOKENS = 1 << 20
 MAX_HASHES = MAX_TOKENS // 16
-"""Hashes of that many tokens, in blocks of 16."""
+"""Maximum number of hashes: that many tokens, in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
 """Means the caller's own tenant, since a query must name one."""
@@ -89,7 +89,7 @@ def check_length(name: str, length: int, most: int) -> None:
 
 
 def _hashes(body: Mapping[str, Any], form: Form) -> bytes:
-    """The query's sequence hashes. Dynamo sends hashes of each block alone; the other form, of all tokens up to a block."""
+    """The query's sequence hashes. Dynamo sends hashes of each block alone; Mooncake, hashes of all tokens up to a block."""
     if form is Form.DYNAMO:
         return chain_of_local_hashes(
             [_hash("block_hashes", value) for value in _list(body, "block_hashes", MAX_HASHES)]

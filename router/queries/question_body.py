@@ -46,7 +46,7 @@ async def copy_in_slices(tokens: Sequence[int]) -> list[int]:
 
 
 async def _read_around(body: bytes, start: int, end: int) -> dict[str, Any]:
-    """Read a body whose list of token ids extends from `start` to `end`. Raises UnreadableBody if it is no such list."""
+    """Read a body whose list of token ids extends from `start` to `end`. Raises UnreadableBody if that is not such a list."""
     marker = token_hex(8)
     read = await _read_in_thread(b'%b"%b"%b' % (body[: start - 1], marker.encode(), body[end + 1 :]))
     if read.get("token_ids") != marker:

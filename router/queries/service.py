@@ -1,4 +1,4 @@
-"""The index server as a process. Its replicas are stateless, so any number of them give the same answers."""
+"""Runs the index server as a process. Its replicas are stateless, so any number of them give the same answers."""
 
 import logging
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""A router's probe: how much of a prompt each worker holds, what each would cost, and which would be chosen.
+"""A router's probe: how much of a prompt each worker holds, what the prompt would cost there, and the choice.
 
 The prompt takes the path of a client's request, up to the booking.
 """

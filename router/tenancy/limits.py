@@ -15,14 +15,14 @@ from kvatlas_router.tenancy.caller import Caller
 from kvatlas_router.tenancy.counters import TenancyCounters
 
 MOST_KNOWN = 100_000
-"""Clients whose use is remembered; idle ones are forgotten first."""
+"""Maximum number of clients whose use is remembered; idle ones are forgotten first."""
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class OverLimit(KvatlasError):
     """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will. `tokens`:
-    the limit is one of tokens. `headers`: see `Permit.headers`; of a request that was not admitted."""
+    the limit is one of tokens. `headers`: see `Permit.headers`; here, of a request that was not admitted."""
 
     def __init__(self, line: str, retry_after_s: float | None, *, tokens: bool, headers: Headers | None = None) -> None:
         super().__init__(line)
@@ -93,8 +93,8 @@ class Permit:
             raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
     def note_sent(self, tokens: int) -> None:
-        """Record the tokens of the prompt and of what the client has of its answer. They count if it leaves before the end,
-        because no engine reports a usage then."""
+        """Record the tokens of the prompt and of what the client has of its answer. These count if the client disconnects
+        before the end, because no engine reports a usage then."""
         self._sent = tokens
 
     def correct(self, tokens: int) -> None:

@@ -26,7 +26,8 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class Proof:
-    """The clients of one file, read again when it changes. If it can't be read then, the previous clients stay in use."""
+    """The clients of one file, which is read again when it changes. If it then can't be read, the previous clients stay in
+    use."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises SettingsError for a file that can't be used."""

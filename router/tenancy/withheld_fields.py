@@ -27,13 +27,13 @@ FIELDS = frozenset(
         "session_params",
     }
 )
-"""Fields of a body. Engines do what the rest of it says without them."""
+"""Fields of a body that can be left out: engines still do what the rest of the body says."""
 PRIORITY_HEADER = b"x-vllm-priority"
 HEADERS = frozenset({b"x-request-id", PRIORITY_HEADER})
 """Headers with the same effect in vLLM."""
 _FEATURES = "features"
 _GENERATE = "/generate"
-"""SGLang's own call, where `lora_path` is the only name of a model: one text counts as it, a list does not."""
+"""SGLang's own call, where `lora_path` is the only name of a model: a single text counts as that name, a list does not."""
 _UUID = "uuid"
 _SCHEMAS = "tools"
 _OWN_WORDS = frozenset({_SCHEMAS, "arguments"})

@@ -53,7 +53,7 @@ class BudgetedTokenizer:
         self._log = RateLimitedLog(_log)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """A text's token ids, as an array of machine words. Raises CannotTokenize, also for a prompt with more than text, and
+        """A text's token ids, as an array of machine words. Raises CannotTokenize (for a prompt with more than text, too), and
         InvalidValue for an out-of-range token id."""
         found = await self.prompt_tokens(request)
         if found.media or found.cut:
@@ -146,7 +146,7 @@ class BudgetedTokenizer:
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            _log.debug("tokenizer: %s", error)  # also for late calls
+            _log.debug("tokenizer: %s", error)  # for late calls, too
         else:
             self._last_done_s = time.monotonic()
 

@@ -1,5 +1,5 @@
 """Converts conversations of other APIs to chats as engines do: vLLM 0.33 and SGLang 0.5.23 first turn requests of Anthropic's
-Messages and OpenAI's Responses APIs into a chat, each in its own way, and then render that.
+Messages and OpenAI's Responses APIs into a chat, each in its own way, and then render that chat.
 
 Anything that depends on the model, the engine's settings or its memory is refused: no tokens are better than wrong ones.
 """

@@ -1,9 +1,9 @@
 """The calls that ask engines for a request's tokens, and their answers. Sources: vLLM 0.33 and SGLang 0.5.23.
 
 vLLM renders conversations of all three APIs (`/render` after the call's own path, with `--enable-scale-out`), with all fields
-of the request in effect. Its `/tokenize`, which every vLLM has, accepts chats but not all of their fields; those that it lacks
-are passed to the template if the effect is the same; otherwise the request gets no tokens. SGLang's `/tokenize` accepts the
-same body as its chats; older versions accept only text.
+of the request in effect. Its `/tokenize`, which every vLLM has, accepts chats but not all of their fields; missing fields are
+passed to the template if the effect is the same; otherwise the request gets no tokens. SGLang's `/tokenize` accepts the same
+body as its chats; older versions accept only text.
 """
 
 from collections.abc import Mapping, Sequence

@@ -31,10 +31,10 @@ from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
 MOST_ASKED = 2
-"""Engines asked for one request, in turn, if they don't answer."""
+"""Maximum number of engines asked for one request, in turn, if they don't answer."""
 PATIENCE_S = 0.1
-"""If an engine gave no answer at all for this time, another one is asked too. One that is merely busy gets longer, since asking
-every engine twice would not help it. Does not apply to images, which take time to process."""
+"""If an engine gave no answer at all for this time, another one is asked too. An engine that is merely busy gets longer, since
+asking every engine twice would not help it. Does not apply to images, which take time to process."""
 REST_S = 5.0
 """For this time, an engine that gave no answer within PATIENCE_S, or failed, is asked after all others."""
 ELSEWHERE = (401, 403, 408, 429)

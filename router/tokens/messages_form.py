@@ -39,7 +39,7 @@ def _turns(message: Any, *, sglang: bool) -> Iterator[dict[str, Any]]:
     """The chat messages made from one message, in the engine's order."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
-        raise _unknown(f"a message of role {role!r:.40} among the others")  # where it goes depends on the chat template
+        raise _unknown(f"a message of role {role!r:.40} among the others")  # its place depends on the chat template
     content = message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -145,7 +145,7 @@ def _tool(tool: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     function = {"name": tool.get("name"), "description": description, "parameters": tool["input_schema"]}
     if not sglang:
         return {"type": "function", "function": function | said}
-    # SGLang sets these fields in any case, and shows the template all that are set
+    # SGLang always sets these fields, and passes every field that is set to the template
     function |= {"description": description or "", "strict": False} | said
     return {"type": "function", "function": function, "defer_loading": said.get("defer_loading")}
 

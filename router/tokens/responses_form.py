@@ -88,7 +88,7 @@ def _add_message(
             last["content"] = text
         return
     if role not in ("user", "system", "developer") or (sglang and role != "user"):
-        raise _unknown(f"a message of role {role!r:.40}")  # where it goes depends on the chat template
+        raise _unknown(f"a message of role {role!r:.40}")  # its place depends on the chat template
     messages.append({"role": role, "content": content if isinstance(content, str) else _parts(content)})
 
 

@@ -16,7 +16,7 @@ from kvatlas.validation import MAX_OUTPUT_TOKENS
 from router_client.prompt import OutputLimits
 
 MAX_PARSED_BYTES = 8 << 20
-"""A million token ids with their commas, decoded in about 30 ms."""
+"""Enough for a million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 LETTERS_A_TOKEN = 4
 """Characters per token, in most texts and models."""
@@ -129,8 +129,8 @@ class TextRequest:
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that `lora_path` names beside the model, which only SGLang reads; it prefers the one in a model's name,
-        `base:adapter`. A list, which SGLang takes for a batch, gives a name for which nothing is cached."""
+        """The adapter that `lora_path` names in addition to the model. Only SGLang reads it, and prefers the adapter in a
+        model's name, `base:adapter`. A list, which SGLang takes for a batch, gives a name for which nothing is cached."""
         name = self.body.get("lora_path") if self.kind is EngineKind.SGLANG else None
         return str(name)[:100] if name else None
 
@@ -161,7 +161,8 @@ class TextRequest:
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any. If it has two, the larger one: engines rank them differently."""
+        """The request's own limit of generated tokens, if any. If it sets two, the larger one counts: engines rank them
+        differently."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
         return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
@@ -252,8 +253,8 @@ class TextRequest:
 
     @property
     def adds_to_prompt(self) -> str | None:
-        """A field that makes the engine compute other or more tokens than those in the prompt's field; None if there is
-        none."""
+        """A field that makes the engine compute different or additional tokens, not just those in the prompt's field; None if
+        there is none."""
         return next((name for name in _ADDITIONS.get(self.api, ()) if self.body.get(name)), None)
 
     @property

@@ -46,7 +46,7 @@ Tokens = Sequence[int] | PromptTokens
 
 
 class Tokenizer(Protocol):
-    """Finds all token ids that the engine will compute for a request's (first) prompt, in order."""
+    """Finds all token ids that the engine will compute for a request's first prompt, in order."""
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Never blocks the event loop. Raises CannotTokenize."""
@@ -81,8 +81,8 @@ class ThreadedTokenizer:
     """Runs a plain function in its own threads. The function must be safe to run in `threads` threads at once."""
 
     def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2, *, inline_letters: int = 0) -> None:
-        """`inline_letters`: for a request with fewer, in whatever field of a conversation, the function is called at once: it
-        takes less time than a change of threads."""
+        """`inline_letters`: for a request with fewer letters, counting all fields of a conversation, the function is called
+        directly: that takes less time than a change of threads."""
         self._function = function
         self._inline_letters = inline_letters
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")

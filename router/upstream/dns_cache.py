@@ -49,6 +49,6 @@ class NameLookups:
 
 
 def _take_failure(lookup: "asyncio.Task[list[str]]") -> None:
-    """Everyone who waited for it may have been cancelled; asyncio would log that no one saw the failure."""
+    """All waiting callers may have been cancelled; asyncio would then log that the failure was never retrieved."""
     if not lookup.cancelled():
         lookup.exception()

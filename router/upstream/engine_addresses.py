@@ -13,10 +13,10 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class AddressPolicy:
-    """`allowed`: the only addresses to connect to. Without it, connections may go to private addresses and to those that
-    indexers vouch for because the publisher's identity names them; to loopback only if the proxy itself is on loopback
-    (`near`). Link-local addresses are never allowed. `credentials_to`: addresses that get clients' credentials. `access`: keys
-    and authorities for our own calls."""
+    """`allowed`: the only addresses to connect to. Without it, connections may go to private addresses, to those that indexers
+    vouch for because the publisher's identity names them, and to loopback only if the proxy itself is on loopback (`near`).
+    Link-local addresses are never allowed. `credentials_to`: addresses that get clients' credentials. `access`: keys and
+    authorities for our own calls."""
 
     def __init__(
         self,

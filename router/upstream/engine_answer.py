@@ -119,12 +119,12 @@ def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused
 
 
 class EngineAttempt:
-    """`async with EngineAttempt(...) as answer`: one request to one engine; leaving the block before the answer's end closes
+    """`async with EngineAttempt(...) as answer`: one request to one engine; exiting the block before the answer's end closes
     the connection.
 
-    The answer has any status: a successful one that is not JSON is here from its first bytes on, any other when complete.
-    Raises EngineUnreachable if the engine is down, and EngineStalled if `watched` gives it up; once it has begun, see
-    `StreamedAnswer`.
+    The answer may have any status: a successful answer that is not JSON is yielded from its first bytes on, any other when
+    complete. Raises EngineUnreachable if the engine is down, and EngineStalled if `watched` gives it up; once it has begun,
+    see `StreamedAnswer`.
     """
 
     __slots__ = ("_base_url", "_client", "_headers", "_incoming", "_request", "_watched")
@@ -198,8 +198,8 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
 
 
 def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
-    """A redirect of an engine to itself, without its address: clients only know the router's. One to anywhere else is left out:
-    clients would send their keys there."""
+    """A redirect of an engine to itself, without its address: clients only know the router's. A redirect to anywhere else is
+    left out: clients would send their keys there."""
     kept = []
     for name, value in headers:
         if name.lower() == b"location":

@@ -2,7 +2,7 @@
 
 It connects only to addresses that the policy allows, waits longer while the router itself is busy, and does not blame the
 engine if an idle connection turns out to be closed. A library would take most of the CPU time of a small request
-(docs/performance.md); what can't be left out of HTTP/1.1 is here and in `engine_connection.py`.
+(docs/performance.md); only what HTTP/1.1 requires is here and in `engine_connection.py`.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class IncomingAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the answer, and its connection unless the answer has arrived to its end. Closing twice is fine."""
+        """Close the answer, and its connection unless the answer has arrived completely. Closing twice is fine."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -106,8 +106,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    """Where an engine is; one object for each address. `name`: host and port as in the URL. `ip`: its address, if it is
-    not named."""
+    """Where an engine is; one object for each address. `name`: host and port as in the URL. `ip`: its address, if it has no
+    name."""
 
     host: str
     port: int

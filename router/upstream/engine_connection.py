@@ -32,7 +32,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class EngineConnection(asyncio.Protocol):
     """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
     it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `until_closed`: only
-    the connection's end is the answer's. `closed`: of no more use. `idle_since`: for its owner."""
+    the connection's end is the answer's. `closed`: no longer usable. `idle_since`: for its owner."""
 
     __slots__ = (
         "_bare_bytes",
@@ -67,7 +67,8 @@ class EngineConnection(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self, connections: "set[EngineConnection]", loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """`connections`: it leaves them when it is closed. `timeout_s`: longest silence of an engine that has a request."""
+        """`connections`: the set from which it removes itself when closed. `timeout_s`: longest silence of an engine that has
+        a request."""
         self._open = connections
         self.closed = False
         self.idle_since = 0.0
@@ -131,7 +132,7 @@ class EngineConnection(asyncio.Protocol):
         return part
 
     def can_be_kept(self) -> bool:
-        """True if another request may follow. None does after an answer whose unread rest stopped the reading."""
+        """True if another request may follow. None may after an answer whose unread rest stopped the reading."""
         if self.closed or self._paused or not self.done:
             return False
         return self._keep and not self._transport.get_write_buffer_size()

@@ -18,7 +18,7 @@ async def wait_patiently(
     call: Coroutine[Any, Any, T], seconds: float, discard: Callable[[T], object] = lambda _: None
 ) -> T:
     """The call's result. If it is not done after this time and LAST_LOOKS turns, cancel it and raise TimeoutError. `discard`:
-    gets a result that comes too late, or just as the caller is cancelled."""
+    receives a result that arrives too late, or just as the caller is cancelled."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait((task,), timeout=seconds)

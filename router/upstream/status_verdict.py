@@ -16,7 +16,7 @@ ELSEWHERE = (408, 429)
 class Verdict(Enum):
     """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, so another one is tried, as nothing
     was sent to the client yet. `DOUBTFUL`: one other engine is asked; only if that one answers was it this engine's fault.
-    `REFUSED`: as far as one answer shows, the request is at fault; the client gets the refusal."""
+    `REFUSED`: judging by this answer, the request is at fault; the client gets the refusal."""
 
     ANSWERED = "answered"
     ELSEWHERE = "elsewhere"

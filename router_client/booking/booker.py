@@ -47,7 +47,7 @@ TURNS_MS = 250.0
 
 
 class Booker:
-    """Books for one router. It books the worker that answers, then the prefill worker if that is another one."""
+    """Books for one router. It books the worker that answers, then the prefill worker if that is a different one."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Booker:
         self._own = MemoryReservations(now_us)
         self._breaker = CircuitBreaker()
         self._waited: dict[str, tuple[float, Place]] = {}
-        """By pool, when requests last waited in the store, and how many."""
+        """By pool: when requests last waited in the store, and how many."""
         self._last_reported: dict[tuple[int, str], object] = {}
 
     @property
@@ -272,7 +272,7 @@ class Booker:
             await reservations.report(pool_id, reports)
 
     def _new_reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
-        """New reports for these reservations; empty if the pool was not read again since the last ones."""
+        """New reports for these reservations; empty if the pool was not read again since the last reports."""
         pool, key = self._fleet.last_known(pool_id), (id(to), pool_id)
         if pool is None or self._last_reported.get(key) is pool:
             return {}

@@ -22,7 +22,7 @@ BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
 KEEP_S = 30.0
-"""Time that a report is retried, or a lease's length if that is longer: by then the lease would have ended the
+"""How long a report is retried (or a lease's length, if that is longer): by then the lease would have ended the
 reservation."""
 MOST_PENDING = 100_000
 LINGER_S = 0.001
@@ -71,8 +71,8 @@ class Leases:
 
     @property
     def sends_reports(self) -> bool:
-        """True if a reservation may leave its reports to `report_later`. False if nothing sends them, or if they stay in
-        this process."""
+        """True if a reservation may hand its reports to `report_later`. False if nothing sends them, or if they stay in this
+        process."""
         return self._task.running and self._reservations.fed_by_indexer
 
     def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None, output_tokens: int | None = None) -> None:

@@ -50,7 +50,7 @@ from router_client.settings import RouterSettings
 APART_S = 2.0
 MOST_SCOPES = 4_096
 MOST_NAMED = 8
-"""Limit of left-out workers, or of models, that an error names."""
+"""Maximum number of left-out workers, or of models, that an error names."""
 
 
 class Decider:
@@ -79,7 +79,7 @@ class Decider:
         self._distance = distance
         self._policy = RoutingPolicy(settings)
         self._apart_until: dict[Scope, float] = {}
-        """Until when choices make a separate lookup, because blocks outside HBM have to be priced, one call would read too many
+        """Until when choices use a separate lookup, because blocks outside HBM have to be priced, one call would read too many
         workers, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
@@ -122,7 +122,7 @@ class Decider:
         return await self._name_blocks(prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all))
 
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
-        """Choose in the first of these ways that can; after a failure of the store only in the last one.
+        """Choose in the first of these ways that works; after a failure of the store, only in the last one.
 
         1. One call of the store looks up, prices and books.
         2. The index is asked first. Then the store chooses among few named workers and all others, their look-alikes.
@@ -215,7 +215,8 @@ class Decider:
         return await self._booker.turns(pool_id, left, waiting, call_store=not self.store_is_far)
 
     async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
-        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller leaves, all end."""
+        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller is cancelled, all
+        bookings end."""
         try:
             return await self._named_blocks.name(prompt, choice)
         except BaseException:
@@ -240,12 +241,13 @@ class Decider:
     async def _read_narrowed(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
     ) -> tuple[Pool, str]:
-        """The pool without workers that may not get the prompt; and why it could not be read again, if so."""
+        """The pool without workers that may not get the prompt; and, if it could not be read again, why."""
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
         return self._policy.narrow(pool, prompt, avoid), why
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt, waiting only for workers of the narrowed pool that it fits on, if others in its pool are left out."""
+        """The prompt, which waits only for workers of the narrowed pool that it fits on if other workers of its pool are left
+        out."""
         if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)
@@ -405,7 +407,7 @@ class Decider:
         chosen: int,
         reservation: Reservation | None = None,
     ) -> Choice:
-        """The followed worker, if any, otherwise the chosen one. `quotes` and `by_offer` have the same order."""
+        """The followed policy's worker, if any, otherwise the chosen one. `quotes` and `by_offer` have the same order."""
         results = self._rank(case, quotes, by_offer, chosen)
         result, would_be = results[0], None
         if case.followed is not None:
@@ -426,7 +428,7 @@ def _record_fetchable(case: Case) -> None:
 
 
 def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
-    """The prompt, set to wait only for those of these workers whose caches can hold it. If there are none, it does not wait,
+    """The prompt, set to wait only for the workers among these whose caches can hold it. If there are none, it does not wait,
     because there would never be room."""
     if prompt.waiting is None or not prompt.waiting.may_wait:
         return prompt
@@ -435,7 +437,7 @@ def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
 
 
 def _choosing(evaluation: Evaluation, followed: str | None) -> Evaluation:
-    """The evaluation, with the followed worker chosen, if any."""
+    """The evaluation, with the followed policy's worker chosen, if there is one."""
     numbers = (number for number, offer in enumerate(evaluation.offers) if offer.worker_id == followed)
     return replace(evaluation, chosen=next(numbers, evaluation.chosen))
 

@@ -35,7 +35,7 @@ class Tally:
 
 
 class PastDecision(NamedTuple):
-    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: its cost profile does not predict it. `basis`: of the
+    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: the cost profile does not predict it. `basis`: of the
     choice; `why`: set unless it was by cost."""
 
     at_us: int

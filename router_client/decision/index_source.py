@@ -14,7 +14,7 @@ from router_client.pricing.overlap import OverlapIndex
 async def open_overlap_index(
     store: Store, index: AnsweringIndex, replica: ReplicaSettings | None
 ) -> AsyncIterator[OverlapIndex]:
-    """Open the store's `index`, or a local copy over it if `replica` has settings. The copy is made in the background, without
+    """Open the store's `index`, or a local copy of it if `replica` has settings. The copy is made in the background, without
     waiting for NATS. Raises NotSupported if the copy needs packages that are not installed."""
     if replica is None:
         yield index

@@ -101,7 +101,7 @@ class RoutingPolicy:
         )
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
-        """Build the same ask for named workers and look-alikes."""
+        """Build such an ask for named workers and look-alikes."""
         rows = [*quotes.look_alikes.items()]
         return self._ask_members(case.prompt, quotes.named, case.lookup.chains, rows, quotes)
 

@@ -1,7 +1,7 @@
 """Learns how much of an upper bound engines really reuse, by pool, from the cached tokens in their answers.
 
-For some hybrid models only residency is known (SGLang, or groups of an unknown kind): the resident blocks are an upper
-bound of what is reused. Once there are enough answers, the share that they reused is applied.
+For some hybrid models, only residency is known (SGLang, or groups of an unknown kind): the resident blocks are an upper bound
+on what is reused. Once there are enough answers, the share that they reused is applied.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from router_client.prompt import Prompt
 
 LEAST_ANSWERS = 20
 FADING = 0.99
-"""Factor by which an answer fades with each later one: about the last hundred matter."""
+"""Factor by which an answer fades with each later answer: about the last hundred matter."""
 STEP = 0.05
 """Shares are rounded to multiples of this, so that pools are not rebuilt for each answer."""
 

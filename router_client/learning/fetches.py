@@ -54,7 +54,7 @@ class Fetches:
         return 1.0 if known is None else known.share(self._clock())
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """See `FetchKnowledge`. A copy displaces other blocks, which are missed unless another worker holds them too.
+        """See `FetchKnowledge`. A copy displaces other blocks, and these are missed unless another worker holds them too.
 
         If copies are placed at random, and the working set fits `capacity_tokens` n times, a share of exp(-n) of it is held by
         none. 1: copies cost as much as computing, so nothing is fetched. The same applies while the working set is unknown.
@@ -75,7 +75,7 @@ class Fetches:
         known.record(chain, block_tokens)
 
     def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
-        """Learn from an answer. Ignored if it was to fetch nothing, or reports no cached tokens."""
+        """Learn from an answer. Ignored if its request was to fetch nothing, or if it reports no cached tokens."""
         asked, cached = result.transferred_tokens, usage.cached_tokens
         if not asked or result.reads_store or cached is None:
             return

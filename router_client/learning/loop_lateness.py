@@ -1,7 +1,7 @@
-"""Measures how late an event loop is, because every time measured in it is late by as much.
+"""Measures how late an event loop runs, because every time measured in it is late by the same amount.
 
-A busy router (hundreds of requests at once, other programs on its processors) sees an engine's answer late. Attributed to
-the engine, that delay would make the engine of a burst look many times slower than its equals.
+A busy router (hundreds of requests at once, other programs on its processors) sees an engine's answer late. If that delay were
+attributed to the engine, the engine that serves a burst would look many times slower than its equals.
 """
 
 import asyncio

@@ -38,7 +38,7 @@ CLOSE_S = 1.0
 MOST_NOTED = 512
 """Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
 MOST_A_WORKER = 64
-"""Maximum number of these requests per worker: the first ones of a turn."""
+"""Maximum number of these requests per worker: the first ones of a turn count."""
 MISSED = 12.0
 FADES_IN = 16.0
 """A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's
@@ -198,7 +198,7 @@ class RateLearner:
         return rates.profile
 
     def feedback(self, pool_id: str, results: Sequence[SelectionResult], chosen: SelectionResult) -> "Feedback | None":
-        """A recorder for the end of a choice; None if nothing is learned."""
+        """Return a recorder for the end of a choice; None if nothing is learned."""
         if pool_id not in self._pools or not isinstance(results, RankedResults):
             return None
         self._last[pool_id] = results

@@ -18,8 +18,8 @@ TOGETHER = 0.1
 """Parts closer together than this share of the mean arrived together: the network or the event loop held back the first
 one."""
 MOST_LATE = 0.1
-"""Largest lateness of the loop as a share of a time. Above it, the time says more about the loop than about the engine. A
-few turns of the loop lie between the two ends of a time, so the error may be a few times as large."""
+"""Largest lateness of the loop, as a share of a measured time. Above it, the time says more about the loop than about the
+engine. A few turns of the loop pass within a measured time, so the error may be a few times as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Timings:
 
 
 class Lateness(Protocol):
-    """Lateness of whatever measures the times, such as `LoopLateness`."""
+    """The lateness of whatever measures the times; `LoopLateness` is one."""
 
     def watch(self, watcher: object) -> None: ...
 
@@ -98,12 +98,12 @@ class AnswerClock:
         self._last_ns = now
 
     def hold(self, ns: int) -> None:
-        """Record how long the answer's receiver accepted nothing: the engine, or its parts, may have had to wait."""
+        """Record how long the answer's receiver accepted nothing: the engine, or parts of its answer, may have had to wait."""
         self._held_ns += ns
 
     @property
     def ttft_us(self) -> float | None:
-        """From the request to its first part, as seen here."""
+        """Time from the request to its first part, as seen here."""
         return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
 
     def first_part(self) -> Timings:

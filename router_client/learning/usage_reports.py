@@ -1,4 +1,4 @@
-"""Counts what answers use by tenant, adapter and program, and reports it to the store, where it is kept."""
+"""Counts the usage of answers by tenant, adapter and program, and reports it to the store, which keeps it."""
 
 import asyncio
 import logging

@@ -1,9 +1,9 @@
 """The working set of a pool: how many tokens of prefixes its prompts keep coming back to, as one router sees them.
 
-It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, another copy
-displaces nothing that is missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two prompts and the
-last one is at most KEPT_S ago. Only steps with certain hashes are followed, fewer the more there are, so that memory is bounded
-(C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
+It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, one more copy
+displaces nothing that would be missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two prompts
+and the last one is at most KEPT_S ago. Only steps with certain hashes are followed, fewer the more there are, so that memory
+is bounded (C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
 """
 
 import time

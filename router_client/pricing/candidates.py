@@ -1,4 +1,4 @@
-"""The candidates of a pool: workers that may get a prompt, in groups of those that the store knows as alike."""
+"""The candidates of a pool: workers that may get a prompt, in groups that the store treats as alike."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 ODD_BYTES = 5
 """Bytes that an odd worker takes in an ask besides its id."""
 MOST_SHAPES = 8
-"""Limit of the block shapes that a prompt is looked up in: each has a chain and a call of its own."""
+"""Maximum number of block shapes that a prompt is looked up in: each needs its own chain and its own call."""
 
 
 class BlockShape(NamedTuple):
-    """How a worker cuts prompts into blocks. Workers of one shape are looked up with the same hashes."""
+    """How a worker cuts prompts into blocks. Workers with the same shape are looked up with the same hashes."""
 
     block_size: int
     granularity: int
@@ -36,7 +36,7 @@ class Candidate:
 
     `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
     `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
-    requests and tokens it has room for. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
+    requests and tokens it can hold. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
     """
 
     id: str
@@ -57,7 +57,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class KindRows:
     """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
-    is for all its workers but the `odd` ones, which have the row of that number. `numbers`: the number of the row of a likeness
+    is for all its workers but the `odd` ones, whose row numbers `odd` gives. `numbers`: the number of the row of a likeness
     and kind."""
 
     rows: tuple[tuple[bytes, Candidate], ...] = ()

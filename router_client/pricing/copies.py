@@ -1,11 +1,12 @@
 """Copies: what a worker could read of a prompt beyond its own blocks, from a shared store or from another worker.
 
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
-(`EngineEndpoint.kv_connector`), the source says where it is fetched from and which of its tiers are, and the request can name
-the source (`Prompt.fetch_by`) unless the engine finds it on its own. Both also share a transfer group (or name none), and their
-blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies are considered, and of
-these the ones of fewest bytes; of equal ones the booking chooses (`kvatlas.reservations.protocol.Fetching`). A copy whose size
-its source does not know has the reader's, so it is compared with the others for each reader.
+(`EngineEndpoint.kv_connector`), the source reports the address to fetch from and the tiers that can be fetched, and the
+request can name the source (`Prompt.fetch_by`) unless the engine finds it on its own. Both also share a transfer group (or
+name none), and their blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies
+are considered, and among these the ones with the fewest bytes; among equals, the booking chooses
+(`kvatlas.reservations.protocol.Fetching`). If the source does not know a copy's size, the reader's is assumed, so such a copy
+is compared with the others for each reader.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -122,7 +123,7 @@ class CopySources:
                         yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
 
     def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
-        """The quote with what the source holds beyond the worker's own; None if that is nothing."""
+        """The quote with what the source holds beyond the worker's own blocks; None if that is nothing."""
         for_kind, reader = quote.for_kind, quote.candidate.endpoint
         reach = for_kind.usable_tokens(prefix)
         if reach <= quote.usable_tokens:
@@ -138,7 +139,8 @@ class CopySources:
         return read if source.is_store else self._with_surcharges(read, quote.base_us, own)
 
     def _with_surcharges(self, read: Quote, otherwise_us: float, own: Sequence[Piece]) -> Quote:
-        """`otherwise_us`: what the request would cost there if it computed what it fetches; `own`: reads of its own blocks."""
+        """`otherwise_us`: what the request would cost there if the worker computed what it fetches; `own`: reads of its own
+        blocks."""
         tokens = read.transferred_tokens
         at_hand_us, _ = read.for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])
         computing_us = max(0.0, otherwise_us - at_hand_us)
@@ -151,8 +153,8 @@ class CopySources:
         )
 
     def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
-        """The quote with what the deepest of the reader's shared stores holds beyond its own; among equally deep ones, that of
-        the one that is read fastest.
+        """The quote with what the deepest of the reader's shared stores holds beyond its own; among equally deep stores, the
+        one that is read fastest.
 
         A worker with marks reads nothing from a store, which does not report the blocks of its other groups.
         """
@@ -170,7 +172,7 @@ class CopySources:
 
 
 def _some_for(reader: EngineEndpoint, equal: Sequence[_Copy]) -> Sequence[_Copy]:
-    """MOST_SOURCES of these, others for other readers."""
+    """MOST_SOURCES of these; different ones for different readers."""
     first = crc32(reader.id.encode()) % len(equal)
     return [*equal[first:], *equal[:first]][:MOST_SOURCES]
 
@@ -183,8 +185,8 @@ def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
 
 @lru_cache(maxsize=16_384)
 def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
-    """The part of a held prefix that is in tiers with these labels, from its start on without a gap. Nothing if that is less
-    than its marks need, because it is unknown where earlier marks would let an engine resume."""
+    """The part of a held prefix that is in tiers with these labels, without a gap from its start. Nothing if that is less than
+    its marks need, because it is unknown where earlier marks would let an engine resume."""
     runs: list[Run] = []
     for run in held.runs:
         found = tuple(tier for tier in run.tiers if tier.label in labels)

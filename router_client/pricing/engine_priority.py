@@ -1,8 +1,8 @@
 """The priority of a request in its engine's own queue: short work first, within a bound.
 
-In an engine that serves requests in order of arrival, all later ones wait behind a long prompt. With this priority (lower
-first), a later request overtakes a waiting one if the difference in what they have to compute, times `WORK_FACTOR`, exceeds the
-time between their arrivals. So only requests that arrive within `WORK_FACTOR` times a request's own work can overtake it.
+In an engine that serves requests in order of arrival, all later requests wait behind a long prompt. With this priority (lower
+first), a later request overtakes a waiting one if the difference in what they have to compute, times `WORK_FACTOR`, exceeds
+the time between their arrivals. So only requests that arrive within `WORK_FACTOR` times a request's own work can overtake it.
 """
 
 from kvatlas.cost.protocol import Cost

@@ -1,7 +1,8 @@
 """Quotes for a large pool without a quote for every worker: those that stand out are named, the others are look-alikes.
 
-A worker stands out if it holds another part of the prompt than most workers of its likeness, or is of another kind (its
-learned rates differ). The store finds the cheapest of the rest by their load (`kvatlas.reservations.protocol.LookAlikes`).
+A worker stands out if it holds a different part of the prompt than most workers of its likeness, or is of a different kind
+(its learned rates differ). The store finds the cheapest of the rest by their load
+(`kvatlas.reservations.protocol.LookAlikes`).
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from router_client.pricing.quotes import Quote
 from router_client.prompt import Prompt
 
 LEAST_CANDIDATES = 17
-"""In smaller pools every worker is named."""
+"""In smaller pools, every worker is named."""
 MOST_NAMED = 128
 KNOWN_SHARE = 0.875
 """The store should know at least this share of the candidates; its records may be a heartbeat older or newer than ours."""
@@ -41,7 +42,7 @@ class LookAlikeQuotes:
     ring: int
 
     def for_pool(self, pool: Pool) -> "LookAlikeQuotes":
-        """The quotes for a later reading of the pool."""
+        """The same quotes for a later read of the pool."""
         return replace(self, pool=pool)
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:

@@ -44,7 +44,7 @@ class LookupQuotes:
     ring: int
 
     def for_pool(self, pool: Pool) -> "LookupQuotes":
-        """The quotes for a later reading of the pool, whose kinds have other numbers."""
+        """The same quotes for a later read of the pool, in which the kinds have other numbers."""
         return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:

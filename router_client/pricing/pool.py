@@ -43,13 +43,13 @@ MOST_TENANTS = 256
 
 
 class WorkerRules(Protocol):
-    """What each worker's engine reuses: `ReuseRules`, or `BoundShares`, which answers correct."""
+    """What each worker's engine reuses: `ReuseRules`, or `BoundShares`, which are corrected by answers."""
 
     def of(self, endpoint: EngineEndpoint) -> ReuseRule: ...
 
 
 class FetchKnowledge(Protocol):
-    """How well engines' fetches of KV from each other go."""
+    """Knows how well fetches of KV between engines work."""
 
     def share(self, pool_id: str) -> float:
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
@@ -63,7 +63,7 @@ class FetchKnowledge(Protocol):
 
 
 class NothingFetched:
-    """Before any fetch."""
+    """Knowledge before any fetch."""
 
     def share(self, _pool_id: str) -> float:
         return 1.0
@@ -360,8 +360,8 @@ def _build_candidates(
 
 
 def meeting_form(worker: EngineEndpoint) -> Hashable:
-    """What two workers must have in common, besides a transfer group, for one to fetch KV from the other; None for a worker
-    that does not fetch."""
+    """The properties that two workers must share, besides a transfer group, for one to fetch KV from the other; None for a
+    worker that does not fetch."""
     if worker.kv_connector is None:
         return None
     near = is_loopback(urlsplit(worker.url).hostname or "")  # reachable only for engines on that machine

@@ -1,9 +1,9 @@
-"""Separate prefill and decode: one worker computes a request's prompt and another one its answer, unless one for both is
+"""Separate prefill and decode: one worker computes a request's prompt and another its answer, unless one worker for both is
 cheaper.
 
 A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does not
-hold, and decoding there. KV can be moved between two workers that name a common transfer group, have the same block size
-and speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because otherwise a
+hold, and decoding there. KV can be moved between two workers that name a common transfer group, have the same block size and
+speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because otherwise a
 prefill worker would be useless. Below a number of new tokens a worker computes the prompt itself, if it can.
 """
 
@@ -91,7 +91,7 @@ class PairQuotes:
         return replace(self, decodes=copy_surcharges(self.decodes), wholes=copy_surcharges(self.wholes))
 
     def shortlist(self) -> "PairQuotes":
-        """The cheapest of each kind, so that one ask may name them all."""
+        """The cheapest quotes of each kind, so that one ask may name them all."""
         if len(self.prefills) + len(self.decodes) + len(self.wholes) <= MOST_OFFERS:
             return self
         prefills, decodes = (cheapest(some, MOST_OFFERS // 3) for some in (self.prefills, self.decodes))

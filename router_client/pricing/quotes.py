@@ -1,11 +1,11 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
 A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
-beyond that is read too, by a worker that names it: its engine does so whether or not it pays. So is what another worker
-holds, if the engine can fetch it from there and that is cheaper: see `copies`.
+beyond that is read too, by a worker that names it: its engine does so whether or not it pays. So is what another worker holds,
+if the engine can fetch it and that is cheaper: see `copies`.
 
-Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a
-kind, and in it the savings for a held prefix of a given length.
+Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a kind,
+and in it the savings for a held prefix of a given length.
 """
 
 from collections.abc import Sequence
@@ -235,7 +235,7 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
 
 
 def with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> Sequence[Quote]:
-    """The quotes, one worker's with the source that its booking chose (None: it fetches nothing)."""
+    """The quotes, with one worker's changed to the source that its booking chose (None: it fetches nothing)."""
     if source is None:
         return quotes
     return [quote._replace(source=source) if quote.id == worker_id else quote for quote in quotes]

@@ -54,8 +54,8 @@ DEFAULT_CRITERIA = Criteria()
 class RankedResults(Sequence[SelectionResult]):
     """Quotes with their load, cheapest first; those over a limit that excludes workers come last.
 
-    If the `chosen` one is known, it is the first (the store's arithmetic may differ by a rounding), and the others are
-    priced only when they are read: a router reads one of hundreds.
+    If the `chosen` one is known, it comes first (the store may round differently), and the others are priced only when they
+    are read: a router reads one of hundreds.
     """
 
     __slots__ = ("_all", "_by_offer", "_chosen", "_criteria", "_first", "_quotes")

@@ -1,4 +1,4 @@
-"""What limits a request on each worker (the free capacity it reports, and the SLO), and the resulting advice."""
+"""What limits a request on each worker (the capacity it reports, and the SLO), and the resulting advice."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -35,7 +35,7 @@ def build_limits(
 
 
 def _limit_after_transfer(quote: Quote) -> Limit:
-    """The worker's limit, minus the room for what it reads from elsewhere."""
+    """The worker's limit, minus the space for what it reads from elsewhere."""
     limit, tokens = quote.candidate.limit, quote.transferred_tokens
     return limit._replace(kv_tokens=max(1, limit.kv_tokens - tokens)) if tokens and limit.kv_tokens else limit
 
@@ -46,9 +46,8 @@ def decode_us(prompt: Prompt, quote: Quote) -> float:
 
 
 class Advice(StrEnum):
-    """Advice for a request. `GO`: send it. `QUEUE`: every worker has no room or misses the SLO: hold the request
-    back, or send it and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favor of
-    others."""
+    """Advice for a request. `GO`: send it. `QUEUE`: every worker is full or misses the SLO: hold the request back, or send it
+    and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favor of others."""
 
     GO = "go"
     QUEUE = "queue"

@@ -1,14 +1,14 @@
 """Surcharges on costs, so that sessions keep their worker, and so that the cheapest worker is not always chosen.
 
-Both are stateless and computed from what every router knows, so all routers add the same, even right after a start. They
-are never negative, and zero for the favored worker, whose cost stays the expected one.
+Both are stateless and computed from what every router knows, so all routers add the same, even right after a start. They are
+never negative, and zero for the favored worker, whose cost stays the expected one.
 
-- **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker
-  (rendezvous hashing): if a worker leaves, only its own sessions move. All other workers cost `session_us` more.
-- **softening**: with temperature T a worker is chosen with a probability proportional to exp(-cost / (T x scale)), where
-  scale is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T x scale x G, G
-  with a Gumbel distribution) from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking
-  still takes one call, and the same prompt draws the same on every router.
+- **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker (rendezvous
+  hashing): if a worker disappears, only its own sessions move. All other workers cost `session_us` more.
+- **softening**: with temperature T a worker is chosen with a probability proportional to exp(-cost / (T x scale)), where scale
+  is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T x scale x G, G with a
+  Gumbel distribution) from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking still takes
+  one call, and the same prompt draws the same on every router.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,8 +36,8 @@ def gumbel(fingerprint: bytes, worker_id: str) -> float:
 def add_session_surcharge(
     quotes: Iterable[Quote], home: str, session_us: float, *, members: bool = False
 ) -> list[Quote]:
-    """The quotes with the surcharge on all workers except `home`. `members`: they are for look-alikes, which never include
-    it."""
+    """The quotes with the surcharge on all workers except `home`. `members`: the quotes are for look-alikes, which never
+    include `home`."""
     return [quote if quote.id == home and not members else away_from_session(quote, session_us) for quote in quotes]
 
 

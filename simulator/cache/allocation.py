@@ -31,9 +31,9 @@ class AllocationRequest:
     first_chunk: int | None = None
     """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
     max_tokens: int | None = None
-    """Maximum length of the sequence, prompt included; None: as long as there is room. No memory is reserved for it."""
+    """Maximum length of the sequence, prompt included; None: limited only by the cache. No memory is reserved for it."""
     device: str | None = None
-    """The device on which `DeviceCaches` should put it, if there is room; a cache of one device ignores it."""
+    """The device on which `DeviceCaches` should put the sequence, if it fits; a cache of one device ignores this."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < len(self.token_ids):
@@ -42,7 +42,7 @@ class AllocationRequest:
             )
 
     def estimated_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes of KV at `max_tokens`, or else of the whole prompt, if nothing is shared."""
+        """Bytes of KV at `max_tokens` (without it, of the whole prompt), if nothing is shared."""
         return geometry.bytes_of(len(self.token_ids) if self.max_tokens is None else self.max_tokens)
 
 
@@ -51,13 +51,13 @@ class HandleStats:
     """One sequence's memory. Shared blocks count in full."""
 
     memory_bytes: int
-    """On the device: 0 while it is swapped out."""
+    """Blocks on the device: 0 while the sequence is swapped out."""
     blocks: int
     tokens: int
     utilisation: float
     """Share of the slots in its blocks that have a token; 0 without blocks."""
     last_access: float
-    """Time of its last allocation, extension, read, fork or swap, in seconds of the cache's clock."""
+    """Time of the sequence's last allocation, extension, read, fork or swap, in seconds of the cache's clock."""
 
 
 class SequenceStore(Protocol):

@@ -16,7 +16,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The part of a block's hash besides tokens. Prompts share blocks only within one namespace."""
+    """The part of a block's hash that is not tokens. Prompts share blocks only within one namespace."""
 
     adapter: str | None = None
     cache_salt: str | None = None

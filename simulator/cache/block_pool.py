@@ -10,7 +10,8 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """When memory is reserved; by default all at the start, and kept, as engines do. It only affects statistics."""
+    """Settings for when memory is reserved; by default, all is reserved at the start and kept, as in real engines. They only
+    affect statistics."""
 
     initial_blocks: int | None = None
     """Blocks reserved at the start, at most all; None: all. More are reserved as needed."""
@@ -70,7 +71,7 @@ class BlockPool:
 
     @property
     def free_ids(self) -> Sequence[int]:
-        """The free list, next one first."""
+        """The free list; the next block to hand out comes first."""
         return tuple(self._free)
 
     @property

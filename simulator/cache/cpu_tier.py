@@ -1,4 +1,4 @@
-"""The CPU tier: room for a fixed number of blocks, cached or belonging to swapped-out sequences."""
+"""The CPU tier: space for a fixed number of blocks, cached or belonging to swapped-out sequences."""
 
 from kvatlas_simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
@@ -7,8 +7,8 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 class CpuTier:
     """Tracks which nodes have a copy on the CPU, and which copy is evicted first.
 
-    A copy may be evicted if it is not being read and nothing would become unreachable without it: the node has no children,
-    or the GPU has a copy too.
+    A copy may be evicted if it is not being read and nothing would become unreachable without it, because the node has no
+    children or the GPU has a copy too.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:

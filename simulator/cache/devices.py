@@ -66,11 +66,11 @@ class DeviceCaches:
         return any(cache.can_allocate(request) for cache in self._caches.values())
 
     def allocate(self, request: AllocationRequest, *, preferred: Sequence[str] = ()) -> CacheHandle:
-        """Begin a sequence on the request's device or the first preferred one that has enough blocks, otherwise on the one
-        with the most room left.
+        """Begin a sequence on the request's device or the first preferred one that has enough blocks, otherwise on the device
+        with the most space left.
 
-        Raises InsufficientBlocks if no device has enough (with the numbers of the one that lacks the fewest), SequenceExists,
-        and UnknownDevice.
+        Raises InsufficientBlocks if no device has enough (with the numbers of the device that lacks the fewest),
+        SequenceExists, and UnknownDevice.
         """
         if any(request.sequence_id in cache for cache in self._caches.values()):
             raise SequenceExists(request.sequence_id)

@@ -36,11 +36,11 @@ class BuiltInPolicy(StrEnum):
     """The built-in policies, by the block that they evict first."""
 
     LRU = "lru"
-    """The one released longest ago."""
+    """The block released longest ago."""
     FIFO = "fifo"
-    """The one cached longest ago, however often it was hit since."""
+    """The block cached longest ago, however often it was hit since."""
     FREQUENCY = "frequency"
-    """The one hit least often; among equals the one released longest ago."""
+    """The block hit least often; among equals, the one released longest ago."""
 
     def key(self, use: BlockUse) -> EvictionKey:
         if self is BuiltInPolicy.FIFO:

@@ -42,15 +42,15 @@ from kvatlas_simulator.cache.stats import CacheStats, Defragmentation, GarbageCo
 class KVCache:
     """The cache manager of one device: block tables of live sequences over a fixed pool of blocks.
 
-    Synchronous, single-threaded, no I/O. Every method that takes a `sequence_id` raises SequenceNotFound for an unknown
-    one; methods that need its blocks raise SequenceSwappedOut. A call that raises changes nothing.
+    Synchronous, single-threaded, no I/O. Every method that takes a `sequence_id` raises SequenceNotFound for an unknown one;
+    methods that need its blocks raise SequenceSwappedOut. A call that raises changes nothing.
 
     Deliberate differences:
 
     - Live sequences are never evicted. If too few blocks are available, the call raises InsufficientBlocks, and its caller
-      preempts with `swap_out` or `free`, in its own order or in that of `preemption_order`. The eviction policy orders
-      cached blocks that no sequence holds.
-    - A freed sequence's full blocks stay cached until their room is needed, or until `gc`.
+      preempts with `swap_out` or `free`, in its own order or in that of `preemption_order`. The eviction policy orders cached
+      blocks that no sequence holds.
+    - A freed sequence's full blocks stay cached until their space is needed, or until `gc`.
     - KV is not compressed: that would need a tensor library, and there are no tensors here.
     """
 
@@ -175,7 +175,7 @@ class KVCache:
     def match(self, token_ids: Sequence[int], namespace: Namespace, earlier: PrefixMatch | None = None) -> PrefixMatch:
         """Find how much of a prompt is cached. The last token never counts, because it must be computed to get an output.
 
-        `earlier`: an older match of the same prompt; the part of it that still holds is not looked up again.
+        `earlier`: an older match of the same prompt; any part of it that is still valid is not looked up again.
         """
         lookup_blocks = max(len(token_ids) - 1, 0) // self.block_size
         return self._blocks.match(token_ids, namespace, lookup_blocks, () if earlier is None else earlier.nodes)
@@ -273,7 +273,7 @@ class KVCache:
         return self._blocks.exclusive(self._on_gpu(sequence_id))
 
     def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence. Its full blocks stay cached until their room is needed."""
+        """End a sequence. Its full blocks stay cached until their space is needed."""
         sequence = self._find(sequence_id)
         if sequence.swapped_tokens is None:
             self._blocks.release(sequence)
@@ -328,7 +328,8 @@ class KVCache:
         return copied
 
     def preemption_order(self) -> list[SequenceId]:
-        """The sequences that hold blocks, in the order in which they should give way: lowest priority, then youngest."""
+        """The sequences that hold blocks, in the order in which they should be preempted: lowest priority first, then
+        youngest."""
         holding = [(name, one.priority) for name, one in self._sequences.items() if one.table.block_ids]
         holding.reverse()
         return [name for name, _ in sorted(holding, key=lambda each: each[1])]
@@ -386,7 +387,7 @@ class KVCache:
         return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes, time_ms)
 
     def set_prefixes(self, prefixes: PrefixSettings) -> None:
-        """Cache prefixes by these settings from now on. What is cached stays: it is found again once `sharing` is on again.
+        """Cache prefixes by these settings from now on. Cached blocks stay, and are found again once `sharing` is on again.
         Blocks of live sequences that became full meanwhile are cached when the sequence is extended."""
         self._prefix_cache.settings = prefixes
         self._prefix_cache.limit_prefixes()

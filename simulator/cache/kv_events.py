@@ -16,7 +16,8 @@ class Medium(StrEnum):
 class BlocksStored:
     """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next.
 
-    A group that keeps only some blocks of a run names only these; parent and tokens are still the whole run's, as in vLLM.
+    A group that keeps only some blocks of a run names only these; parent and tokens are still those of the whole run, as in
+    vLLM.
     """
 
     block_hashes: tuple[int, ...]

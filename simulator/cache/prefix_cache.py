@@ -1,6 +1,6 @@
 """The prefix cache: full blocks, found by content, on the GPU and in an optional CPU tier.
 
-A cached block stays until its room is needed, whether or not a sequence holds it. Blocks leave the GPU from a sequence's
+A cached block stays until its space is needed, whether or not a sequence holds it. Blocks leave the GPU from a sequence's
 tail; with a CPU tier they are swapped out to it, and back in at the next hit.
 """
 
@@ -101,7 +101,8 @@ class PrefixCache:
         return node.resident and not self._expired(node)
 
     def allocate(self) -> Block:
-        """An empty block with one reference; evicts one if none is free. The caller must know that one is available."""
+        """Return an empty block with one reference; evicts a block if none is free. The caller must know that one is
+        available."""
         if not self._pool.free_blocks:
             self._evict()
         block = self._pool.take_free()
@@ -197,7 +198,7 @@ class PrefixCache:
             self._drop_tail(leaf, self._expired)
 
     def evict_down_to(self, blocks: int) -> None:
-        """Evict cached blocks that no sequence holds, as if their room was needed, until at most this many are left."""
+        """Evict cached blocks that no sequence holds, as if their space were needed, until at most this many are left."""
         while self._pool.available_blocks - self._pool.free_blocks > blocks:
             self._evict()
 

@@ -34,7 +34,7 @@ class CacheStats:
     free_fragmentation: float
     """Share of the free blocks outside the longest run of adjacent ones."""
     memory_bytes: int
-    """In use: bytes of the GPU blocks that sequences hold."""
+    """Bytes of the GPU blocks that sequences hold."""
     total_memory_bytes: int
     """Bytes of all GPU blocks, in use or not."""
     reserved_memory_bytes: int

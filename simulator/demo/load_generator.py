@@ -16,7 +16,7 @@ from kvatlas_simulator.workload import Conversation, Session, Turn, Workload
 from router_client.learning.prediction_accuracy import BY_INDEX
 
 KEEPALIVE_S = 2.0
-"""Below the router's 5 s: a request on a connection that the router is just closing would fail."""
+"""Below the router's 5 s, because a request on a connection that the router is just closing would fail."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvatlas_simulator.engine.tokenizer import AnswerTokens, TextAnswer
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Sequences and counters, as an engine's metrics report them."""
+    """The sequences and counters that an engine's metrics report."""
 
     running: int
     waiting: int

@@ -14,7 +14,7 @@ from kvatlas_simulator.cache.stats import CacheStats
 
 
 class EngineCache(Protocol):
-    """One device's cache manager. All promises are those of `KVCache`."""
+    """One device's cache manager. Its promises are those of `KVCache`."""
 
     @property
     def block_size(self) -> int: ...

@@ -52,7 +52,7 @@ class EngineLoop:
         self.hung = False
         """The device computes nothing and the core does not notice; only the HTTP server is alive."""
         self._left: list[str] = []
-        """Requests whose clients left while the engine hung."""
+        """Requests whose clients disconnected while the engine hung."""
         self._step_ended = anyio.Event()
         self._publishing = anyio.Lock()
 
@@ -79,7 +79,7 @@ class EngineLoop:
 
     @contextmanager
     def generate(self, request: GenerationRequest) -> Iterator[MemoryObjectReceiveStream[GeneratedToken]]:
-        """The tokens of a request, as steps end. Leaving the context early aborts the request.
+        """The tokens of a request, as steps end. Exiting the context early aborts the request.
 
         If the engine stops, the stream ends without the last token. Raises QueueFull and RequestTooLarge.
         """

@@ -184,7 +184,7 @@ class Scheduler:
         budget = self._continue_running(batch, self._limits.max_num_batched_tokens)
         if not batch.preempted:
             self._admit_waiting(batch, budget)
-        while not batch.sequences and self._held:  # blocks that other engines have not fetched make room
+        while not batch.sequences and self._held:  # blocks that other engines have not fetched yet make way
             self.release(next(iter(self._held)))
             self._admit_waiting(batch, budget)
         if not batch.sequences:
@@ -216,7 +216,7 @@ class Scheduler:
             slots = sum(1 + running.forks_due for running in self._running)
             if slots + 1 + sequence.forks_due > self._limits.max_num_seqs:
                 return
-            # At critical pressure a new sequence would soon be preempted, or cause another one to be.
+            # At critical pressure, a new sequence would soon be preempted, or cause another to be.
             if self._running and self._cache.pressure is MemoryPressure.CRITICAL:
                 return
             match = self._cache.match(sequence.tokens, sequence.request.namespace, sequence.match)

@@ -34,7 +34,7 @@ def error_response(status: int, message: str) -> JSONResponse:
 
 
 class CompletionResponse(Response):
-    """Generates while it is sent; aborts the request if the client disconnects."""
+    """A response that generates while it is sent, and aborts the request if the client disconnects."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"
@@ -281,7 +281,7 @@ class Answer:
         return cls(request, [StopStrings(stops) for _ in range(request.choices)])
 
     def add(self, token: GeneratedToken) -> bool:
-        """Take in a token. False if its choice has ended."""
+        """Add a token. False if its choice has ended."""
         choice, stops = token.choice, self.stops[token.choice]
         if self.finish_reasons[choice] is not None:
             return False
@@ -297,7 +297,7 @@ class Answer:
         return all(self.finish_reasons)
 
     def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
-        """`tokens`: of one choice so far; default: those of the whole answer."""
+        """`tokens`: the tokens of one choice so far; default: those of the whole answer."""
         prompt = len(self.request.prompt)
         completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {

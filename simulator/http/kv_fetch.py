@@ -1,7 +1,7 @@
-"""KV that an engine fetches from another one because a request names it.
+"""Fetches KV from another engine because a request names it.
 
-Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier), and
-the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
+Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier),
+and the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
 `/kv_fetch`, which answers when the KV would have arrived; all readers share the source's bandwidth, one after another. As with
 real engines, both must hash blocks in the same way (the same `--seed`), and a source that does not hold the blocks, or does
 not answer, means that the prompt is computed.
@@ -90,14 +90,15 @@ class KvFetches:
         return tokens
 
     async def serve(self, request: Request) -> Response:
-        """Serve `POST /kv_fetch`: another engine fetches the held part of a prompt, beyond what it holds itself."""
+        """Serve `POST /kv_fetch`: another engine fetches the part of a prompt that is held here, beyond what it holds
+        itself."""
         if self._connector is None:
             return JSONResponse({"error": "no connector"}, status_code=404)
         asked = await request.json()
         tokens, namespace = tuple(asked["token_ids"]), Namespace(asked["adapter"], asked["cache_salt"])
         if asked["hash"] != self._first_hash(tokens, namespace):
             return JSONResponse({"tokens": 0})
-        reach = self._engine.core.cache.match((*tokens, 0), namespace).hit_tokens  # its last token is not requested
+        reach = self._engine.core.cache.match((*tokens, 0), namespace).hit_tokens  # the last token is not requested
         async with self._link:
             await anyio.sleep(max(0, reach - asked["held"]) * self._s_per_token)
         return JSONResponse({"tokens": reach})

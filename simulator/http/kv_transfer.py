@@ -27,7 +27,7 @@ HELD_S = 480.0
 
 
 class Disaggregation(StrEnum):
-    """The engine's role. `VLLM`: prefill or decode, as each request says."""
+    """The engine's role. `VLLM`: prefill or decode, as each request asks."""
 
     NONE = "none"
     VLLM = "vllm"

@@ -55,11 +55,11 @@ class EngineApi:
         keep_alive_s: float = 0.0,
         scale_out: bool = True,
     ) -> None:
-        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
-        describes them; None without events. `transfers`, `fetches`: to and from other engines; None: it has none.
-        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only after what is being
-        computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: vLLM's calls with
-        token ids, and what renders requests to them; False: it refuses them."""
+        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
+        `/kv_event_sources` describes them; None without events. `transfers`, `fetches`: those to and from other engines; None:
+        there are none. `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only after what
+        is being computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: serve vLLM's calls with token ids, and the
+        calls that render requests to these; False: refuse both."""
         self._connector_config = connector_config
         self._health_waits = health_waits
         self._page = b""

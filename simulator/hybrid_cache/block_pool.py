@@ -22,7 +22,7 @@ class Content:
         self.copies: tuple[list[int], ...] = tuple([] for _ in range(groups))
 
     def equals(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> bool:
-        """True if it is this very block, not another one with the same hash."""
+        """True if it is exactly this block, not another one with the same hash."""
         return (
             self.parent_hash == parent_hash
             and self.token_ids == tuple(token_ids)
@@ -31,7 +31,7 @@ class Content:
 
 
 class Block:
-    """One physical block. `group`: the one that took it last. `content`: None unless it is full and kept."""
+    """One physical block. `group`: the group that took it last. `content`: None unless it is full and kept."""
 
     __slots__ = ("block_id", "content", "group", "references")
 

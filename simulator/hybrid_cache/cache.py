@@ -85,7 +85,7 @@ class HybridCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits in any number of steps: each group may hold a block for every part of it."""
+        """The longest sequence that fits in any number of steps: each group may hold a block for each part of it."""
         return len(self._pool) // len(self.groups) * self.block_size
 
     @property
@@ -222,7 +222,7 @@ class HybridCache:
         )
 
     def free(self, sequence_id: SequenceId) -> None:
-        """End a sequence. Blocks that its groups keep stay cached until their room is needed, the tail first."""
+        """End a sequence. Blocks that its groups keep stay cached until their space is needed; the tail is evicted first."""
         sequence = self._find(sequence_id)
         for table in sequence.tables:
             for index in sorted(table, reverse=True):
@@ -244,8 +244,8 @@ class HybridCache:
         return events
 
     def allows(self, position: int, runs: Sequence[int]) -> bool:
-        """True if a prompt can resume after `position` blocks. `runs`: number of consecutive blocks up to there that each
-        group holds."""
+        """True if a prompt can resume after `position` blocks. `runs`: the number of consecutive blocks up to that position
+        that each group holds."""
         tokens = position * self.block_size
         return all(
             run >= position - group.first_needed(tokens, self.block_size)
@@ -377,8 +377,8 @@ class HybridCache:
             hashes.append(self._hasher(hashes[-1] if hashes else None, tokens, sequence.namespace))
 
     def _cache(self, sequence: _Sequence, number: int, start: int, end: int, kept: Sequence[int]) -> None:
-        """Cache the blocks `kept` among the full ones from `start` to `end`, and record events. A block with another's hash
-        is not cached."""
+        """Cache the blocks `kept` among the full ones from `start` to `end`, and record events. A block whose hash is that of
+        another block is not cached."""
         if start == end:
             return
         size, table = self.block_size, sequence.tables[number]

@@ -74,8 +74,8 @@ class Retention:
     """Decides which blocks sliding windows and mamba keep for other requests.
 
     They always keep the blocks that a request needs to resume at a prompt's end, or where an earlier request left it. In
-    addition, those that it needs at each multiple of `interval` tokens, a multiple of the block size (0: no others). An
-    interval of one block keeps all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention
+    addition, they keep the blocks needed at each multiple of `interval` tokens, a multiple of the block size (0: no others).
+    An interval of one block keeps all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention
     keep every block.
     """
 

@@ -64,7 +64,7 @@ class EngineRequest:
         self.computed = 0
         """Real tokens; for a decoding sequence as of decode step `joined_at`."""
         self.generated = 0
-        """Likewise."""
+        """Likewise, for a decoding sequence as of that step."""
         self.joined_at = 0
         self.change_at = self.finish_at = -1
         """The decode steps in which it next begins or fills a block, and in which it generates its last token; -1: not
@@ -100,11 +100,11 @@ class VirtualEngine:
         self.block_tokens = block_tokens
         self.ends_us = math.inf
         self.up = True
-        """Routers may send requests to it."""
+        """True if routers may send requests to it."""
         self.prefilled_tokens = self.preemptions = self.busy_us = 0
         self.waiting: deque[EngineRequest] = deque()
         self.running: list[EngineRequest] = []
-        """The oldest first."""
+        """Running requests, the oldest first."""
         self._limits = limits
         self._cost = cost
         self._decoders = 0

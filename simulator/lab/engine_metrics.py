@@ -1,4 +1,4 @@
-"""Loads as publishers read them: vLLM's metrics have running and waiting requests, and the blocks in use."""
+"""Loads, as publishers read them: vLLM's metrics have running and waiting requests, and the blocks in use."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
 from kvatlas_simulator.lab.engine import VirtualEngine

@@ -28,8 +28,8 @@ def find_fleet_sizes(
     """For each point and policy, the fewest workers with which `good_share` of the requests are good (mean over the seeds),
     found by bisection below the point's own number.
 
-    Assumes that more workers are better; otherwise a smaller fleet than the one found may do as well. Raises InvalidValue
-    like `compare`.
+    Assumes that more workers are better; otherwise, a smaller fleet than the one found may do just as well. Raises
+    InvalidValue like `compare`.
     """
     tasks = [(point, policy, good_share) for point in study.points for policy in study.policies]
     return run_in_processes(study, jobs, _find, tasks, on_progress)

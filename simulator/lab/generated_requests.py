@@ -1,7 +1,7 @@
 """Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. The same seed gives the
 same requests.
 
-All arrivals are fixed in advance: a turn follows the previous one as if that had been answered at a usual speed. So every
+All arrivals are fixed in advance: a turn follows the previous one as if that one had been answered at a usual speed. So every
 policy gets the same requests at the same times.
 """
 
@@ -98,7 +98,7 @@ class Generator:
         return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
 
     def popular(self, things: int, skew: float = 1.0) -> int:
-        """The number of one of these things, the first ones being the most popular (Zipf)."""
+        """The number of one of these `things`, of which the first ones are the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
 
     def _begin_s(self) -> float:

@@ -32,8 +32,8 @@ START_US = 1e6
 @dataclass(frozen=True, slots=True)
 class Outage:
     """An engine takes no new requests from `begins` on, ends at `stops`, and is back with an empty cache at `ends`. Requests
-    that are open when it stops are sent again. Times are shares of the time in which requests arrive. `engine` None: the one
-    that has the most open requests when the outage begins; a fixed one would favor a policy that happens to leave it
+    that are open when the engine stops are sent again. Times are shares of the time in which requests arrive. `engine` None:
+    the one that has the most open requests when the outage begins; a fixed one would favor a policy that happens to leave it
     idle."""
 
     engine: int | None

@@ -14,8 +14,8 @@ CONTENT_IDS = 1 << 31
 """Ids of contents that a trace names are below this; blocks that no other request shares have ids from here on."""
 
 FULL = 0
-"""A block in the simulator's cache is two tokens: its content's id, written when its first real token is computed, and
-FULL, written when its last one is. So the cache holds, shares and evicts whole blocks of any size at the cost of two
+"""A block in the simulator's cache is two tokens: its content's id, written when its first real token is computed, and FULL,
+written when its last one is computed. So the cache holds, shares and evicts whole blocks of any size at the cost of two
 tokens."""
 
 

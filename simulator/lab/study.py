@@ -66,7 +66,7 @@ class Study:
 
     @property
     def runs(self) -> list[tuple[Point, str, int]]:
-        """Each replay once: event delay and loss don't affect policies that use no events."""
+        """Lists each replay once: event delay and loss don't affect policies that use no events."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return list(
             dict.fromkeys(

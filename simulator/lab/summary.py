@@ -9,7 +9,7 @@ from typing import Any
 from kvatlas_simulator.lab.replay import Outcome
 
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1; beyond the list, 2.26 is on the safe side."""
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1; beyond the list, 2.26 errs on the safe side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Request traces as files: Mooncake's JSON lines, and logs of OpenAI-style requests; plain or gzipped.
 
 Mooncake: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one per block of 512 tokens]}`.
-Equal ids are equal blocks. Answers have no ids, so later requests are assumed not to share them. `kvatlas record` writes
+Equal ids mean equal blocks. Answers have no ids, so later requests are assumed not to share them. `kvatlas record` writes
 the same format, with blocks of `block_tokens`, no id for a partial last one, and a number as `tenant`.
 
 Logs: `{"timestamp": s or ISO 8601, "messages": [...] or "prompt": text or token ids, "usage": {"completion_tokens": n},

@@ -1,8 +1,8 @@
 """Compares the workers of a local copy with the store's, to catch changes without a message and messages that it missed.
 
-The store may close a worker without a message (it is gone, or the store is out of memory); then the copy follows. A copy
-that missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; then
-it is rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
+The store may close a worker without a message (it is gone, or the store is out of memory); the copy then follows. A copy that
+missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; it is then
+rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Difference(Enum):
     """The store no longer holds anything of this incarnation."""
     ABSENT_THERE = auto()
     WRONG = auto()
-    """Different at the same message, or permanently."""
+    """The two differ at the same message, or permanently."""
 
 
 def moment_of(record: Record | None) -> Moment:

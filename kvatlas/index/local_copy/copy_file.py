@@ -1,7 +1,7 @@
 """The file that keeps a router's copy of the index: opening, resuming, writing and dropping it.
 
-A copy never depends on its file: one that is not a copy is renamed, one that can't be opened is left alone, one older than the
-stream is emptied. Each case is logged in one line, and the copy is made from the store as without a file.
+A copy never depends on its file: a file that is not a copy is renamed, one that can't be opened is left alone, and one older
+than the stream is emptied. Each case is logged in one line, and the copy is made from the store as without a file.
 """
 
 import logging
@@ -32,7 +32,7 @@ _rare_log = RateLimitedLog(log)
 
 
 class CopyFile:
-    """One replica's file, or none (`path` None): then copies are a MemoryIndex, and kept nowhere."""
+    """One replica's file, or none (`path=None`): then copies are a MemoryIndex, and are not kept."""
 
     def __init__(self, path: Path | None, counters: ReplicaCounters) -> None:
         self._path = path

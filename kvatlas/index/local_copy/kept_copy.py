@@ -3,7 +3,7 @@
 It answers and changes in memory, like any copy. Changes are written now and then in the background: one transaction brings the
 file to the state after one message of the stream, and records that position. A copy that continues from the file reads the
 stream from there. If there are too many changes for one transaction, as when a copy is made, they are written in parts; until
-the last part the file has no position and is not used.
+the last part is written, the file has no position and is not used.
 """
 
 from collections.abc import Callable, Iterable

@@ -65,7 +65,7 @@ log = logging.getLogger("kvatlas.replica")
 
 
 class ReplicaState(StrEnum):
-    """Who answers, and why."""
+    """What answers, and why."""
 
     LOADING = "loading"
     CURRENT = "current"
@@ -101,7 +101,7 @@ class IndexReplica:
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """See `ResidencyIndex`; `Overlap.source` says who answered. Raises Unreachable if the store had to answer and did
+        """See `ResidencyIndex`; `Overlap.source` says what answered. Raises Unreachable if the store had to answer and did
         not."""
         state = self.state
         if state is ReplicaState.CURRENT and self._copy is not None and not verify:
@@ -347,7 +347,7 @@ def _count_keys(copy: MemoryIndex) -> int:
 
 
 def _estimate_bytes(copy: MemoryIndex, block_bytes: int) -> int:
-    """Work per scope and worker."""
+    """Takes work per scope and worker."""
     tables = [copy.shard_at(k).table for k in range(copy.shards)]
     marked = sum(len(one) for table in tables for by_scope, _ in table.marks.tables for one in by_scope.values())
     entries = sum(holder.digest.blocks for table in tables for holder in table.holders.values())

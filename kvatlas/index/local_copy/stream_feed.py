@@ -68,9 +68,9 @@ class StreamFeed:
         """(number of a consumer message, time since when the stream has had everything up to it)."""
 
     async def run(self) -> None:
-        """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last
-        applied message. Raises KvatlasError if the stream is another one, and one of DATA_ERRORS for a message that can't
-        be applied."""
+        """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last applied
+        message. Raises KvatlasError if the stream is a different one, and one of DATA_ERRORS for a message that can't be
+        applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began_s = monotonic()

@@ -1,4 +1,4 @@
-"""The residency index in process memory: the reference model, and the index of a router that shares none."""
+"""The residency index in process memory: the reference model, and the index of a router that does not share one."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from time import monotonic
@@ -58,7 +58,7 @@ class MemoryIndex(DirectWrites):
         self._shards = [MemoryShard(side_index=side_index, clock=clock) for _ in range(shards)]
         self._scopes: dict[bytes, Scope] = {}
         self._used_scopes: dict[bytes, Scope] = {}
-        """Forgotten ones."""
+        """Forgotten scopes."""
         self._prefix_scans = 0
 
     def shard_at(self, shard: int) -> MemoryShard:

@@ -112,8 +112,8 @@ class MarkTable:
         *,
         walk: bool = False,
     ) -> dict[int, int]:
-        """Holder number -> position at which that marked holder can resume the chain (0: nowhere). `walk`: look at every block
-        instead of using the heads."""
+        """Holder number -> position at which that marked holder can resume the chain (0: nowhere). `walk`: look at every
+        block, without using the heads."""
         holders = {
             number: MarkedHolder(depth, self.marked[number].dropped)
             for number, depth in depths.items()

@@ -1,4 +1,4 @@
-"""The blocks that were put as pinned. Direct writes record them, separately from the messages."""
+"""The blocks that were pinned when they were put. Direct writes record them, separately from the messages."""
 
 from collections.abc import Iterable
 
@@ -26,6 +26,6 @@ class Pins:
         return bool(self.tiers.get((holder, scope_id, key), 0) & tier.flag)
 
     def forget(self, holder: int) -> None:
-        """Remove all pins of the holder: its number may be given to another."""
+        """Remove all pins of the holder: its number may be given to another holder."""
         for place in [place for place in self.tiers if place[0] == holder]:
             del self.tiers[place]

@@ -1,4 +1,4 @@
-"""The index of whichever layout answers, so that a router keeps running while it is switched to another one."""
+"""The index of whichever layout answers, so that a router keeps running while another layout takes over."""
 
 import asyncio
 import logging

@@ -1,12 +1,11 @@
 """Cuts the messages for `apply` into calls that occupy the store for a few milliseconds each, whatever their size.
 
-A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of
-an event is one, and so is an event without hashes. The store records how many steps of a worker's next message are applied,
-in the call that applies them. So each step is applied once, even if another process continues after a crash and cuts
-elsewhere.
+A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of an
+event is one, and so is an event without hashes. The store records how many steps of a worker's next message are applied, in
+the call that applies them. So each step is applied once, even if another process continues after a crash and cuts elsewhere.
 
-Limiting messages to 256 hashes instead, so that none needs to be cut, takes a fifth more CPU time for each block: 3.0 us
-instead of 2.5 with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
+Limiting messages to 256 hashes, so that none needs to be cut, takes a fifth more CPU time per block: 3.0 us instead of 2.5
+with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ WHOLE_STEPS = 64
 """A message of up to this many steps is never cut."""
 
 MARK_COSTS = {MARKED: 4, UNMARKED: 4, HEADS: 6}
-"""Cost per hash of an event of marks: each value is taken apart."""
+"""Cost per hash of an event of marks, because each value is taken apart."""
 
 WITH_HASHES = frozenset((STORED, REMOVED, CHUNK))
 HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, MARK_HASHES)}
@@ -90,7 +89,7 @@ class Place(NamedTuple):
 
 
 class _Budget:
-    """The room left in a call."""
+    """The capacity left in a call."""
 
     def __init__(self, weights: Mapping[bytes, float]) -> None:
         self.room = float(CALL_COST)

@@ -1,5 +1,5 @@
-"""The blocks that were put as pinned. Direct writes record them, separately from the messages. `functions/_slot.lua` documents
-the keys."""
+"""The blocks that were pinned when they were put. Direct writes record them, separately from the messages.
+`functions/_slot.lua` documents the keys."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -22,7 +22,7 @@ _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 _TOUCHED = ">8sII"
 _SIZES = ">II"
 _SIZE_LIMIT = 1 << 24
-"""Above every block size: a tier is stored in the byte before it."""
+"""Above every block size: a tier is stored in the byte in front of it."""
 TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
 
@@ -183,8 +183,8 @@ def unpack_position(stored: bytes | None) -> Position | None:
 
 
 def unpack_names(flat: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
-    """The worker of each active holder. Drops invalid entries: the scrub finds that their worker's holder is not
-    registered, and a snapshot then gives it another one."""
+    """The worker of each active holder. Drops invalid entries: the scrub finds that their worker's holder is not registered,
+    and a snapshot then gives the worker a new one."""
     names: dict[bytes, str] = {}
     for holder, name in flat:
         try:

@@ -20,7 +20,7 @@ from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 CALL_COST = 350
-"""Limit of a call's work (`functions/scrub.lua`): three microseconds of the store's time per unit, whatever the values
+"""Limit of a call's work (`functions/scrub.lua`), in units of three microseconds of the store's time, whatever the values
 are."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10

@@ -1,8 +1,8 @@
 """The full texts behind scope ids, in the store.
 
 A process that applies messages registers the scopes that they use, at most once a second, and the store records the time. A
-scope without blocks in any shard is deleted by a call that checks that it was not registered for long, so a scope that
-comes into use meanwhile stays.
+scope without blocks in any shard is deleted by a call that checks that it has not been registered for a long time, so a scope
+that comes into use in the meantime stays.
 """
 
 from collections.abc import Collection, Sequence

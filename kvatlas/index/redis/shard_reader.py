@@ -57,8 +57,8 @@ class ShardReader:
         return None
 
     async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
-        """The records of all workers, by id, except unreadable ones. With `repair` those are deleted: their workers then
-        are unknown, and are asked for a snapshot."""
+        """The records of all workers, by id, except unreadable ones. With `repair`, those are deleted: their workers are then
+        unknown, and are asked for a snapshot."""
         found = await read_hash(self._store, self.keys.workers)
         records: dict[str, StoredRecord] = {}
         for worker_id, packed in found.items():

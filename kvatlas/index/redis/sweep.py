@@ -9,7 +9,8 @@ from kvatlas.index.redis.records import unpack_touched
 
 HOLDERS_A_ROUND = 32
 CALL_COST = 600
-"""Limit of a call's work (`functions/sweep.lua`): two microseconds of the store's time per unit, whatever the values are."""
+"""Limit of a call's work (`functions/sweep.lua`), in units of two microseconds of the store's time, whatever the values
+are."""
 SCOPES_A_CALL = 100
 
 

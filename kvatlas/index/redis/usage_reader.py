@@ -11,7 +11,7 @@ from kvatlas.store.connection import Store
 
 SCOPES_A_CALL = 256
 TRIES = 5
-"""A sweep moves a holder's usage to what is spent; it is then read again."""
+"""Maximum number of attempts: if a sweep moves a holder's usage to the spent usage in the meantime, both are read again."""
 
 Amounts = list[tuple[bytes, Tier, float]]
 """(scope id, tier, byte-seconds)"""

@@ -9,7 +9,7 @@ from kvatlas.store.connection import Store
 
 
 class WipeRecovery:
-    """Writes again what this writer wrote recently. Raises Unreachable, also if the store has no memory for it."""
+    """Rewrites what this writer wrote recently. Raises Unreachable, also if the store has no memory for it."""
 
     def __init__(self, store: Store, registry: ScopeRegistry, layout: Layout) -> None:
         self._store = store

@@ -116,7 +116,7 @@ class RowIds:
 
 @contextmanager
 def keep_on_error(changed: Sequence[dict[Any, None]]) -> Iterator[None]:
-    """Restore these records of changes if the block raises: to what they had before it, plus what was added in the
+    """If the block raises, restore these records of changes: to what they had before it, plus what was added in the
     meantime."""
     before = [dict(one) for one in changed]
     try:

@@ -92,7 +92,7 @@ class Changes:
 
 
 class DamagedFile(UnsuitableStore):
-    """The file's content can't be read: it is damaged, or another program's. `seen`: the message without the cure."""
+    """The file's content can't be read: it is damaged, or belongs to another program. `seen`: the message without the cure."""
 
     def __init__(self, path: Path, what: str, cure: str = _REPLACE) -> None:
         self.seen = f"index file {path}: {what}"
@@ -107,7 +107,8 @@ class IndexFile:
         it can't be opened), and LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
-        """Given to the file system since the file was opened: the log, and the pages copied from it into the database."""
+        """Bytes given to the file system since the file was opened: the log, and the pages copied from it into the
+        database."""
         self._log = Path(f"{path}-wal")
         self._log_bytes = 0
         with self._opening():
@@ -177,7 +178,7 @@ class IndexFile:
             raise Unreachable(f"index file {self.path}: its log can't be read ({error})") from error
 
     def _count_logged_pages(self) -> int:
-        """Different pages in the log."""
+        """The number of different pages in the log."""
         frame_bytes = _FRAME_HEADER_BYTES + self._page_bytes
         with self._log.open("rb") as log:
             starts = range(_LOG_HEADER_BYTES, self._log_bytes, frame_bytes)

@@ -91,4 +91,4 @@ NOT_EXPORTED: dict[str, set[str]] = {
     "proxy": {"requests", "sent", "untokenized"},
 }
 """Group -> fields that are not exported, because other fields or another group have the same data, or the status page's JSON
-is enough. What other processes send wrong, and damage, is exported."""
+is enough. Counts of damage, and of faulty input from other processes, are exported."""

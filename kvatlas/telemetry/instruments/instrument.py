@@ -1,4 +1,4 @@
-"""What an instrument and a series are, and short forms to define them."""
+"""Defines instruments and series, and short forms to create them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Instruments beside an engine: its feed, the publisher, its ledger."""
+"""Instruments of an engine's sidecar: the feed, the publisher, its ledger."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, single
 

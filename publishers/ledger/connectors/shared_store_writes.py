@@ -128,7 +128,7 @@ class StoreWrites:
             before, is_root = place, False
 
     def _find(self, name: EngineHash, child: EngineStored | None = None) -> _Place | None:
-        """The known place of a hash. `child`: an event whose parent it is; only its namespace counts."""
+        """The known place of a hash. `child`: an event whose parent this hash is; only the event's namespace counts."""
         stretch = self._lineage.known.get(name)
         if stretch is None:
             place = self._places.get(name)
@@ -163,7 +163,7 @@ class StoreWrites:
         return _Place(scope, salt, parent, packed, unproven)
 
     def _place_in(self, stretch: Stretch, name: EngineHash) -> _Place:
-        """The place of a known hash. Most hashes follow the one looked up before."""
+        """The place of a known hash. Most hashes follow the one that was looked up last."""
         at = 0
         if stretch.plain:
             before, at = self._found

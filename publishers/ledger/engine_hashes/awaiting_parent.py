@@ -18,7 +18,7 @@ _Step = tuple[EngineHash | None, EngineHash, str | None, str | None, str]
 
 
 class AwaitingParent:
-    """See the module docstring. It does not decide where blocks belong."""
+    """See the module docstring. Does not decide where blocks belong."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens

@@ -24,7 +24,7 @@ class ForgottenNames:
         self._unnamed: list[Block] = []
 
     def forget(self, names: Iterable[EngineHash]) -> None:
-        """Forget these hashes, and those after a block left without a hash. Not for shared hashes."""
+        """Forget these hashes, and those after blocks that are left without a hash. Don't call it for shared hashes."""
         for name in names:
             self.forget_after(self._forget(name))
 

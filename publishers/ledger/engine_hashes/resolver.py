@@ -12,7 +12,7 @@ from kvatlas_publishers.ledger.lineage import Lineage, Place
 
 
 class BlockResolver:
-    """Makes the blocks in the lineage. Events with an unknown parent wait in `awaiting` until it is known.
+    """Creates blocks in the lineage. Events with an unknown parent wait in `awaiting` until it is known.
 
     `block_size`: tokens of the engine's full blocks; None until known.
     """

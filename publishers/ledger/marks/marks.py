@@ -2,8 +2,8 @@
 
 A block is **marked** if it is published and the engine's groups allow resuming `ResumptionRule.dropped` blocks before its end.
 A group's run is the number of consecutive blocks that it holds up to a block. It follows from the parent's run, so a batch
-costs work for the blocks it touched, and for their descendants only while runs change: at most a window, or to a chunk's end. A
-group of full attention whose blocks are larger than the resident ones has run 1 while all of them are held.
+costs work for the blocks it touched, and for their descendants only while runs change: at most a window, or to a chunk's end.
+A group of full attention whose blocks are larger than the resident ones has run 1 while all of them are held.
 
 A lookup must find the deepest marked block of a chain without checking every block. So marks are also kept by segment. The
 **head** of a mark is its ancestor whose index is a multiple of SEGMENT. It has one bit for each offset at which a block of the
@@ -11,12 +11,12 @@ segment below it is marked, on any branch.
 
 A block's state depends on the blocks before it, so every stretch of a ledger with marks is a single block.
 
-**Tiers** can't be mixed at will. An engine takes the longest hit in its device tier, for which all groups need all their blocks
-there. From its end on it asks its connector, for which all groups need theirs in the connector's tiers (vLLM 0.33:
-`Scheduler.schedule`, `get_num_new_matched_tokens`). So each group has a run in the device tier and one in the others. A block
-in the others counts only if it is **reachable**: all blocks since the last mark in the device tier, or since the root, are
-held there too. Runs may begin at that mark, because the connector is asked only for what follows it. With dropped blocks,
-they may begin only at the root.
+**Tiers** can't be mixed at will. An engine takes the longest hit in its device tier, for which all groups need all their
+blocks there. From its end on it asks its connector, for which all groups need theirs in the connector's tiers (vLLM 0.33:
+`Scheduler.schedule`, `get_num_new_matched_tokens`). So each group has a run in the device tier and one in the other tiers. A
+block in the other tiers counts only if it is **reachable**: all blocks since the last mark in the device tier, or since the
+root, are held there too. Runs may begin at that mark, because the connector is asked only for what follows it. With dropped
+blocks, they may begin only at the root.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,9 +1,10 @@
 """Maps small blocks of sparse groups to the larger published blocks that they are part of.
 
-A group may have several blocks for one of full attention (Gemma 4: windows of 16 tokens per block beside 32). The last of them
-has the hash of the whole block, its **anchor**; the others have hashes that no other event names. An event lists its hashes in
-order, and only blocks before a run are left out: a sparse group keeps runs that end where a prompt may be resumed, at an
-anchor (vLLM 0.33, `SlidingWindowManager.reachable_block_mask`). So the hashes just before an anchor are its other parts.
+A group may have several blocks for one of full attention (Gemma 4: window blocks of 16 tokens, full-attention blocks of 32).
+The last of them has the hash of the whole block, its **anchor**; the others have hashes that no other event names. An event
+lists its hashes in order, and only blocks before a run are left out: a sparse group keeps runs that end where a prompt may be
+resumed, at an anchor (vLLM 0.33, `SlidingWindowManager.reachable_block_mask`). So the hashes just before an anchor are its
+other parts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -51,7 +51,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
     """The endpoints to which the gateway restricts the choice, in its order; None: no restriction.
 
-    The value is a list or comma-separated text. Any other type gives an empty subset, because a restriction was meant.
+    The value is a list or comma-separated text. Any other type gives an empty subset, because a restriction was intended.
     """
     metadata = message.metadata_context.filter_metadata
     if _SUBSET_HINT not in metadata or _SUBSET not in metadata[_SUBSET_HINT].fields:

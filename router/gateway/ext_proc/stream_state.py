@@ -1,11 +1,11 @@
 """One stream of external processing as a state machine: what the gateway sent, and what may be sent back when. No I/O.
 
-A stream is one HTTP request. The request and its answer are two halves, each in the order headers, body, trailers; replies keep
-that order. In full duplex, the whole request is held until its destination is known. In the other modes each message gets one
-reply.
+A stream is one HTTP request. The request and its answer are two halves, each in the order headers, body, trailers; replies
+keep that order. In full duplex, the whole request is held until its destination is known. In the other modes each message gets
+one reply.
 
-A gateway may answer a request itself before sending it anywhere. That answer arrives while the request's half still waits, and
-is passed on like any other.
+A gateway may answer a request itself before sending it anywhere. Such an answer arrives while the request's half still waits,
+and is passed on like any other.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ class ResponseMode(StrEnum):
     """How much of an answer passes through the picker.
 
     `whole`: everything that the gateway sends. `headers`: only the headers, if the gateway lets the picker choose. `none`: the
-    picker leaves the stream once it has sent the request back, unless the gateway sends answers in full duplex.
+    picker closes its side of the stream once it has sent the request back, unless the gateway sends answers in full duplex.
     """
 
     WHOLE = "whole"

@@ -65,9 +65,8 @@ class View:
 
 @dataclass(slots=True)
 class _Worker:
-    """`seq=None`: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: it
-    is gone for the caller, until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows
-    it."""
+    """`seq=None`: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: for the
+    caller, it is gone until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows it."""
 
     incarnation: int
     seq: int | None = None

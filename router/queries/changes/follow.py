@@ -39,17 +39,17 @@ from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
 MOST_OF_TENANT = 16
-"""Followers of one tenant, if there are several tenants."""
+"""Maximum number of followers of one tenant, if there are several tenants."""
 LOOK_S = 1.0
 """Interval at which the index is checked for workers that it has closed, since the stream does not report them."""
 
 
 class PositionLost(KvatlasError):
-    """The stream no longer has all changes after this position, or is another stream."""
+    """The stream no longer has all changes after this position, or is a different stream."""
 
 
 class TooManyFollowers(KvatlasError):
-    """This process already serves the most followers that it can, or that a tenant may have."""
+    """This process already serves as many followers as it can, or as a tenant may have."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class ChangeStreams:
         finally:
             self.followers -= 1
             self._of_tenant[view.tenant_id] -= 1
-            self._of_tenant += Counter()  # forgets those without followers
+            self._of_tenant += Counter()  # forgets callers without followers
 
     async def close(self) -> None:
         if self._client is not None:

@@ -68,7 +68,7 @@ async def _nothing() -> AsyncIterator[dict[bytes, bytes]]:
 
 
 def _marked_by(marks: Mapping[bytes, bytes], places: Mapping[bytes, object]) -> dict[bytes, list[str]]:
-    """The marked blocks of each holder. Heads, which stand in the same table, only help to look marks up."""
+    """The marked blocks of each holder. Heads, which are in the same table, only help to look marks up."""
     found: dict[bytes, list[str]] = defaultdict(list)
     for key, value in marks.items():
         if len(key) == HASH_BYTES:

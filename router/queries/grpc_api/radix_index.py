@@ -36,7 +36,7 @@ HASH_SCHEME = 1
 MOST_BLOCKS = 16_384
 """The limit of SMG's own index."""
 MOST_OUTSTANDING = 64
-"""Queries of one stream that are answered at the same time."""
+"""Maximum number of one stream's queries that are answered at the same time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

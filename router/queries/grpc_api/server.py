@@ -45,7 +45,7 @@ MOST_MESSAGE_BYTES = 3 * MAX_TOKENS
 MOST_STREAMS = 64
 """Maximum concurrent calls per connection; the client holds back any beyond that."""
 LOST_S = 60
-"""Time without a byte after which a client is asked whether it is still there."""
+"""Time without a byte after which a client is pinged."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 _STATUS: Mapping[type[KvatlasError], grpc.StatusCode] = {
@@ -144,7 +144,7 @@ class GrpcServer:
         return handle
 
     async def _proven_caller(self, context: Context) -> Caller:
-        """The caller of a stream, which ends with one line if it proves nothing."""
+        """The caller of a stream. The stream ends with one line if the caller proves nothing."""
         try:
             return await self._caller(context)
         except tuple(_STATUS) as error:

@@ -47,7 +47,7 @@ class BlockAllocator:
         return [block.block_id for block in taken]
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Take blocks back. Raises InvalidValue for one that is not handed out, or is named twice."""
+        """Take blocks back. Raises InvalidValue for a block that is not handed out, or is named twice."""
         for at, block_id in enumerate(block_ids):
             if block_id not in self or block_id in block_ids[:at]:
                 raise InvalidValue(f"block {block_id} is not allocated, or freed twice")

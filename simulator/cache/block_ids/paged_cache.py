@@ -1,10 +1,10 @@
 """A paged cache that knows only block ids: sequences, their blocks, and prefixes under the caller's own hashes, without token
 ids.
 
-`KVCache` is the strict one: it knows what blocks contain, refuses unknown ids, and never takes a block from a live sequence.
+`KVCache` is the strict cache: it knows what blocks contain, refuses unknown ids, and never takes a block from a live sequence.
 This one is lenient, like simple engines: a sequence begins when it is first written to, a shared prefix may be appended to an
-existing sequence, an unknown sequence has no tokens, and if no block is free, one that only a single sequence holds is taken
-from it. Nothing else in kvatlas uses it.
+existing sequence, an unknown sequence has no tokens, and if no block is free, a block that only a single sequence holds is
+taken from that sequence. Nothing else in kvatlas uses it.
 """
 
 from collections.abc import Sequence
@@ -92,8 +92,8 @@ class PagedCache:
 
     @property
     def fragmentation(self) -> float:
-        """Share of partial blocks among all blocks of sequences; a shared one counts for each. 0 without any.
-        `KVCache.stats().fragmentation` counts empty slots instead."""
+        """Share of partial blocks among all blocks of sequences; a shared block counts for each of its sequences. 0 if there
+        are no blocks. `KVCache.stats().fragmentation` counts empty slots instead."""
         sizes = [self._held[block_id].tokens for table in self._tables.values() for block_id in table]
         return sum(tokens < self.block_size for tokens in sizes) / len(sizes) if sizes else 0.0
 
@@ -157,7 +157,7 @@ class PagedCache:
             self.stats.deallocations += 1
 
     def share_prefix(self, source: SequenceId, target: SequenceId, blocks: int) -> None:
-        """Append a sequence's first blocks to another one, which may be new. Raises SequenceNotFound, and InvalidValue if
+        """Append a sequence's first blocks to another sequence, which may be new. Raises SequenceNotFound, and InvalidValue if
         there are fewer."""
         table = self._tables.get(source)
         if table is None:
@@ -174,8 +174,9 @@ class PagedCache:
     # ------------------------------------------------------------ prefixes
 
     def register_prefix(self, prefix_hash: int, block_ids: Sequence[int]) -> None:
-        """Keep blocks under the caller's hash. They are held as if by another sequence: when their own ends, they stay until
-        their room is needed. An existing registration is replaced. Raises InvalidValue for a block that is free."""
+        """Keep blocks under the caller's hash. They are held as if by another sequence: when their own sequence ends, they
+        stay until their space is needed. An existing registration is replaced. Raises InvalidValue for a block that is
+        free."""
         for block_id in block_ids:
             if block_id not in self._held:
                 raise InvalidValue(f"block {block_id} is not allocated; expected blocks of a sequence")
@@ -191,7 +192,7 @@ class PagedCache:
         return blocks is not None
 
     def lookup_prefix(self, prefix_hash: int) -> tuple[int, ...] | None:
-        """The blocks registered under a hash (a hit); None without any (a miss)."""
+        """The blocks registered under a hash (a hit); None if there are none (a miss)."""
         blocks = self._prefixes.get(prefix_hash)
         self.stats.hits += blocks is not None
         self.stats.misses += blocks is None

@@ -1,7 +1,7 @@
 """Gateways' policies, as their projects ship them: SGLang's router, and the scorers of the inference extension and of llm-d.
 
-All but llm-d's guess the engines' caches from the requests that they sent there. They remember the prefixes sent to an
-engine, and drop the least recently used first.
+All but llm-d's guess the engines' caches from the requests that they sent there. They remember the prefixes sent to an engine,
+and drop the least recently used ones first.
 """
 
 import random
@@ -54,8 +54,8 @@ class SglangRouter(OpenRequests):
     """SGLang's router (sglang-router 0.3.2, policy `cache_aware`, its defaults), of which vLLM's router is a fork.
 
     If open requests differ by more than BALANCE_ABS and by a factor of more than BALANCE_REL: the engine with the fewest.
-    Otherwise one with the longest match if that is more than CACHE_THRESHOLD of the prompt, or else the one with the fewest
-    open requests. The first engine wins among equals. Its trees hold 2^26 characters, here 4 per token.
+    Otherwise an engine with the longest match, if that is more than CACHE_THRESHOLD of the prompt; failing that, the engine
+    with the fewest open requests. The first engine wins among equals. Its trees hold 2^26 characters, here 4 per token.
     `tests/benchmarks/test_rivals.py` compares it with the wheel.
     """
 
@@ -141,7 +141,7 @@ class InferenceExtension(OpenRequests):
 
 
 class UnboundedExtension(InferenceExtension):
-    """The same, but matching whole prompts: better than the shipped version."""
+    """The same picker, but it matches whole prompts, so it is better than the shipped version."""
 
     MOST_TOKENS = 0
 
@@ -167,4 +167,4 @@ class LlmD(InferenceExtension):
         return [((held[number] - fewest) / span if span else 1.0) if number in held else 0.0 for number in up]
 
     def _remember(self, request: LabRequest, chosen: int) -> None:
-        """Events do that."""
+        """Does nothing, because events do that."""

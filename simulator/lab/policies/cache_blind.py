@@ -36,7 +36,7 @@ class LeastLoaded(OpenRequests):
 
 
 class SessionSticky(OpenRequests):
-    """A session stays with the engine of its first request, the one with the fewest open requests at that time."""
+    """A session stays with the engine of its first request, which had the fewest open requests at that time."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         super().__init__(engines, rng)

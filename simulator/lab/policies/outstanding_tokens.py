@@ -65,7 +65,7 @@ class PrefixTokens(LeastPrefillTokens):
 
 
 class LMetric(PrefixTokens):
-    """`PrefixTokens` times the engine's open requests including this one: prefill work x batch size.
+    """`PrefixTokens` times the number of the engine's open requests, including this one: prefill work x batch size.
 
     Source: D. Zhang et al., "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request Scheduling",
     arXiv:2603.15202, 2026.

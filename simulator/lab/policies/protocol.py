@@ -23,7 +23,7 @@ class Policy(Protocol):
     """Chooses for one replay. Times are virtual microseconds and never go back. The same calls give the same choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        """The number of the engine that gets the request, one that is up; or `REFUSED`. Called again if the request is
+        """The number of the engine that gets the request, which must be up, or `REFUSED`. Called again if the request is
         lost."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:

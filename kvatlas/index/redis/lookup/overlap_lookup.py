@@ -1,4 +1,5 @@
-"""The overlap of a chain with what the shards hold: one call to each, and more if a call's bounded work leaves a rest."""
+"""The overlap of a chain with what the shards hold: one call to each shard, and more if a call, whose work is bounded, leaves
+a rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from kvatlas.index.redis.shard_reader import ShardReader
 from kvatlas.index.run_guesses import MOST_STARTS, RunGuesses
 
 MOST_LOOKED_UP = 196_608
-"""Blocks of a chain that a lookup looks at: 3 million tokens in blocks of 16. A longer argument would hold up the store."""
+"""Maximum number of a chain's blocks that a lookup looks at: 3 million tokens in blocks of 16. A longer argument would hold up
+the store."""
 
 _NAME_TRIES = 3
 
@@ -69,8 +71,8 @@ class OverlapLookup:
     async def _complete(
         self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
     ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
-        """Values, lengths, and each marked holder's position. A call does bounded work and may leave some to the next
-        one."""
+        """Values, lengths, and each marked holder's position. A call does a bounded amount of work, and may leave the rest to
+        the next one."""
         hashes, stride, first_index, limit = args
         values, lengths, at = answer.values, answer.lengths, answer.next
         while at:

@@ -1,7 +1,7 @@
 """Runs NVIDIA Dynamo's `SelectionService`, with its defaults, as a policy fed with the engines' events.
 
-Its package can't be installed beside kvatlas (it requires an older pydantic), so it runs in a separate Python. It gets
-events as vLLM publishes them, over ZMQ; for hybrids only those of full attention, which is all that it indexes. Delivery
+Its package can't be installed beside kvatlas (it requires an older pydantic), so it runs in a separate Python. It gets events
+as vLLM publishes them, over ZMQ; for hybrids, only the events of full attention, because it indexes nothing else. Delivery
 takes real time, which a replay does not have. So each engine's events are followed by a block that marks their end, and a
 choice waits until the service holds the marks. Then it sees all events so far.
 
