@@ -65,6 +65,11 @@ class ClientBorders:
             return self.decisions
         return self.near if caller.sees_decisions is None else caller.sees_decisions
 
+    def shows_cached(self, caller: Caller) -> bool:
+        """True if this caller's answers have engines' counts of cached tokens: these are of its own tenant alone, or it may see
+        decisions."""
+        return self.salts or not caller.is_proven or self.shows_decision(caller)
+
     async def prove_again(self, scope: Scope) -> Caller:
         """The caller of a request that has been running for a while; see `Entrance.prove`."""
         return ANYBODY if self.entrance is None else await self.entrance.prove(*proof_in(scope))

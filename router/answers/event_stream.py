@@ -74,11 +74,12 @@ class EventStream:
         hide_usage: bool,
         hold: bool = False,
         whole: bool = False,
+        most_whole: int = MOST_WHOLE_BYTES,
         counts: bool = False,
         choices: int = 1,
         ends_at_error: bool = False,
     ) -> None:
-        """`whole`: pass on only whole events, up to MOST_WHOLE_BYTES. `counts`: each event may have the usage so far, and one
+        """`whole`: pass on only whole events, up to `most_whole` bytes. `counts`: each event may have the usage so far, and one
         without a choice the last one. `choices`: how many the request asks for, over all its prompts.
         `ends_at_error`: once an answer has begun, nothing after its error passes."""
         self._counts = counts
@@ -95,6 +96,7 @@ class EventStream:
         self._hide = hide_usage
         self._hold = hold
         self._whole = whole
+        self._most_whole = most_whole
         self._parser = EventParser()
         self._out: list[bytes] = []
         self._before: list[bytes] = []
@@ -226,7 +228,7 @@ class EventStream:
         if self.in_event:
             return True
         if self._whole:
-            return self._pending_bytes > MOST_WHOLE_BYTES
+            return self._pending_bytes > self._most_whole
         if not self._hide and not self._hold:
             self.begun = self.begun or not may_begin_event(self._pending[0])
             return True

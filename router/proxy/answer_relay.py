@@ -15,7 +15,7 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas.telemetry import sampled_context
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import is_seen
-from kvatlas_router.answers.event_stream import EventStream
+from kvatlas_router.answers.event_stream import MOST_WHOLE_BYTES, EventStream
 from kvatlas_router.disaggregation.kv_sources import fetch_fields
 from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import send_to_pair
@@ -55,6 +55,8 @@ _log = logging.getLogger("kvatlas_router.proxy")
 END_S = 5.0
 """How long an engine that has sent the final event, or an error, may take to end its answer: until then, its connection can be
 kept."""
+MOST_EDITED_BYTES = 32 << 20
+"""Longest event for a client that may not see counts of cached tokens. It is read whole, to leave them out."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
 """vLLM's calls that read a priority."""
 
@@ -182,13 +184,14 @@ class AnswerRelay:
         stream = EventStream(
             hide_usage=hides,
             hold=True,
-            whole=goes_on,
+            whole=goes_on or not request.shows_cached,
+            most_whole=MOST_WHOLE_BYTES if request.shows_cached else MOST_EDITED_BYTES,
             counts=goes_on,
             choices=choices,
             ends_at_error=request.for_engine.path == Api.MESSAGES,  # a repeated error, if any, comes before their end
         )
         async for chunk in answer:
-            passed = self._read(answer, stream, chunk)
+            passed = self._read(request, answer, stream, chunk)
             if stream.begun:
                 if stream.response_id is not None and request.objects is not None and request.objects.kept:
                     await self._objects.record((stream.response_id,), choice.worker_id, request.caller.tenant_id)
@@ -301,7 +304,7 @@ class AnswerRelay:
         try:
             async with asyncio.timeout(END_S if stream.is_over else None) as ending:
                 async for chunk in answer:
-                    passed = self._read(answer, stream, chunk)
+                    passed = self._read(request, answer, stream, chunk)
                     await self._send_events(request, choice, answer, stream, passed, continued)
                     if stream.is_over and ending.when() is None:
                         ending.reschedule(asyncio.get_running_loop().time() + END_S)
@@ -335,9 +338,11 @@ class AnswerRelay:
         await request.send({"type": "http.response.body", "body": rest})
         return stream.usage
 
-    def _read(self, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
+    def _read(self, request: ClientRequest, answer: StreamedAnswer, stream: EventStream, chunk: bytes) -> bytes:
         before = stream.parts
         passed = stream.feed(chunk)
+        if stream.in_event and not request.shows_cached:
+            raise EngineLost(f"an event is longer than {MOST_EDITED_BYTES} bytes")
         answer.clock.part(stream.parts - before)
         return passed
 

@@ -259,6 +259,7 @@ class _ForEngines:
         asked = ClientRequest(call.text, call.model, call.letters, for_engine, headers, scope[ON_LEAVE], send)
         asked.permit, asked.priority = permit_of(scope), caller.priority
         asked.shows_decision = self._borders.shows_decision(caller)
+        asked.shows_cached = self._borders.shows_cached(caller)
         await self._exchange.run(asked)
 
 

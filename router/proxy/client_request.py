@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +14,7 @@ from starlette.types import Message, Send
 
 from kvatlas.http.error_form import error_form
 from kvatlas_router.admission.queue import Wait
+from kvatlas_router.answers.cached_counts import events_without_cached_counts, without_cached_counts
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.error_events import error_event, is_seen
 from kvatlas_router.answers.event_parser import can_be_read
@@ -62,8 +63,8 @@ class ClientRequest:
     `prompt_tokens`: its prompts' tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
     that it names or makes. `on_leave`: takes a function to call if its client disconnects (`ON_LEAVE`); `gone`: the client
     disconnected before it had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`:
-    the client sees the decision, in a header. `failure`: why the router could not answer. `wait`: its wait in the pool's
-    queue, if any.
+    the client sees the decision, in a header. `shows_cached`: the client sees engines' counts of cached tokens. `failure`: why
+    the router could not answer. `wait`: its wait in the pool's queue, if any.
     """
 
     text: TextRequest | None
@@ -90,6 +91,7 @@ class ClientRequest:
     span: Span = INVALID_SPAN
     permit: Permit | None = None
     shows_decision: bool = True
+    shows_cached: bool = True
     failure: str = ""
     wait: Wait = field(default_factory=Wait)
 
@@ -113,7 +115,8 @@ class ClientRequest:
             self.status, self.first_byte_ns = message["status"], time.perf_counter_ns()
             self.events = can_be_read(message["headers"])
         else:
-            self.sent_bytes += len(message.get("body", b""))
+            message["body"] = self._of_client(message.get("body", b""))
+            self.sent_bytes += len(message["body"])
             if not message.get("more_body", False):
                 self.complete = True
         await self.to_client(message)
@@ -130,11 +133,14 @@ class ClientRequest:
 
     async def send_part(self, body: bytes) -> None:
         """Send a part of the body; more follows."""
+        body = self._of_client(body)
         self.sent_bytes += len(body)
         await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
         """Send an engine's whole answer; in a stream that has begun, send the answer's error instead."""
+        if not self.shows_cached:
+            answer = replace(answer, body=without_cached_counts(answer.body))
         if self.status is None:
             await send_answer(self.send, answer, self._shown(header))
             return
@@ -174,6 +180,10 @@ class ClientRequest:
         event = error_event(path, error_body(path, kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
+
+    def _of_client(self, part: bytes) -> bytes:
+        """The part of the body as the client may see it; of an event stream, whole events."""
+        return part if self.shows_cached or not self.events else events_without_cached_counts(part)
 
     def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
         """Headers that explain the choice, if the client may see them, including the queue's header if the request waited."""
