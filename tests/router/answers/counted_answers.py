@@ -1,5 +1,6 @@
 """Answers in all forms in which vLLM 0.33 and SGLang 0.5.23 report cached tokens, and the same without them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ class CountedAnswer:
     what a client gets that may not see what others asked."""
 
     path: str
-    prompt: dict[str, object]
+    prompt: Mapping[str, object]
     counted: bytes
     uncounted: bytes
 
@@ -26,7 +27,7 @@ _CALL = b'{"usage":{"cached_tokens":7},"cache":{"cached_tokens":7}}'
 DONE = b"data: [DONE]\n\n"
 
 
-def _part(path: str, prompt: dict[str, object], text: bytes, before: bytes, after: bytes) -> CountedAnswer:
+def _part(path: str, prompt: Mapping[str, object], text: bytes, before: bytes, after: bytes) -> CountedAnswer:
     """`text`: the answer with a mark where the counts are."""
     return CountedAnswer(path, prompt, text.replace(b"@", before), text.replace(b"@", after))
 
