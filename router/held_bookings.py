@@ -98,7 +98,7 @@ class _HeldBooking:
 
 
 class HeldBookings:
-    """Runs a task for each booking, which makes and releases it; `close` releases all."""
+    """Runs one task per booking; the task makes and releases it. `close` releases them all."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Table:
     folded: bool = False
 
     def without_empty(self, *labels: str) -> "Table":
-        """Drop those of these columns that are empty in every row."""
+        """Drop any of these columns that are empty in every row."""
         kept = [
             i
             for i, column in enumerate(self.columns)

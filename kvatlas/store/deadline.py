@@ -141,7 +141,7 @@ class Deadline:
         self._late_calls.run_behind(call)
 
     def share_s(self, share: float) -> float | None:
-        """Seconds of this share of the time; None: no limit."""
+        """This share of the time, in seconds; None: no limit."""
         return None if self.ms is None else self.ms * share / 1_000
 
     def describe(self, error: BaseException) -> str:

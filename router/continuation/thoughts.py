@@ -58,8 +58,8 @@ class ThoughtEnds:
 
 
 class Thoughts:
-    """Joins the parts of the first engine, and those of later ones, which are not parsed. `reasoned`: it has reasoning;
-    `thinks`: the client has nothing after it yet. `ends`: see `ThoughtEnds`."""
+    """Joins the first engine's parts with those of later engines; the later ones are not parsed. `reasoned`: the answer has
+    reasoning; `thinks`: the client has received nothing after the reasoning yet. `ends`: see `ThoughtEnds`."""
 
     def __init__(self, ends: ThoughtEnds) -> None:
         self.reasoned = self.thinks = False

@@ -11,8 +11,8 @@ from router_client.learning.token_counts import Usage
 class WholeUsage:
     """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
     `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
-    the answer's tokens in the prompt of the last engine. `apart`: tokens before the end of the reasoning that the first engine
-    does not count as reasoning; None: it counts no reasoning."""
+    the answer's tokens in the prompt of the last engine. `apart`: how many of the tokens before the reasoning's end
+    the first engine does not count as reasoning; None: it does not count reasoning."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None

@@ -261,7 +261,7 @@ class EngineProgress:
             self.state = State.ALIVE
 
     def _suspect_and_stall(self) -> tuple[float, float]:
-        """The times at which it becomes suspected and stalled, unless it makes progress first."""
+        """The times at which it counts as suspect, then as stalled, unless it makes progress first."""
         if (deadlines := self._find_deadlines()) is not None:
             return deadlines.suspect_at, deadlines.stall_at
         assert self._quiet_since is not None

@@ -88,8 +88,8 @@ def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers for the client; the sender sets the length. An engine neither speaks for the router nor sets cookies
-    for its address, which other engines share."""
+    """An engine's headers for the client; the sender sets the length. An engine may neither speak for the router nor set
+    cookies for the router's address, which all engines share."""
     listed = [(name.lower(), value) for name, value in headers]
     left_out = _ANSWER_OWN | _named_by_connection(listed)
     return [one for one in listed if one[0] not in left_out and not one[0].startswith(_OUR_PREFIX)]

@@ -54,7 +54,7 @@ CHECK_S = 2.0
 SWEEP_BLOCKS = 2_000
 SWEEP_PAUSE_S = 0.02
 VERIFY_FIRST, VERIFY_WORKERS = 1_000, 8
-"""Workers of each shard whose digests are compared: first for a new copy, then each time."""
+"""The number of workers per shard whose digests are compared: for a new copy, and in each later check."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TOO_LARGE_PAUSE_S = 30.0
