@@ -25,7 +25,10 @@ Bill = dict[tuple[str, ...], Counter[str]]
 
 async def test_each_programs_bill_is_the_sum_of_its_answers(store: Store, valkey_url: str, tmp_path: Path) -> None:
     file = tmp_path / "clients.toml"
-    texts = (f'[clients.{p}]\nkeys = ["{hash_of(p.encode())}"]\ntenants = ["{t}"]\n' for p, t in TENANTS.items())
+    texts = (
+        f'[clients.{p}]\nkeys = ["{hash_of(p.encode())}"]\ntenants = ["{t}"]\ndecisions = true\n'
+        for p, t in TENANTS.items()
+    )
     file.write_text("".join(texts))
     random, answered = Random(7), Bill()
     given = {"clients_file": file, "control_port": 0}
