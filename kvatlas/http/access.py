@@ -1,4 +1,4 @@
-"""Access to an HTTP server, and its limits. `http_guard` and `bounded_protocol` enforce it."""
+"""Access to an HTTP server, and its limits. `guard` and `bounded_protocol` enforce it."""
 
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +23,10 @@ class HttpAccess:
     """Limits of one server, its certificate and its tokens. Every request needs one of the tokens; without tokens, none does.
 
     `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `unread_s`: seconds that
-    an answer may wait for a client that reads nothing. `idle_s`: seconds that an
-    idle connection stays open. It must be longer than clients and load balancers keep theirs open (httpx 5 s, aiohttp 15, Go
-    and Envoy's gateways 90, OkHttp 300, Google's load balancers 600); otherwise a request may be sent on a connection that is
-    just being closed. `address_connections`: limit per client address; None: three quarters of all. `client_ca_file`:
-    authorities for client certificates, which are optional.
+    an answer may wait for a client that reads nothing. `idle_s`: seconds that an idle connection stays open. It must be longer
+    than clients and load balancers keep theirs open (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90, OkHttp 300, Google's
+    load balancers 600); otherwise a request may be sent on a connection that is just being closed. `address_connections`: limit
+    per client address; None: three quarters of all. `client_ca_file`: authorities for client certificates, which are optional.
     """
 
     body_bytes: int = 64 << 20

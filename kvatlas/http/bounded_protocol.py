@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from kvatlas.http.access import MOST_HEADER_BYTES, HttpAccess
 from kvatlas.http.chunked_body import ChunkedBody
 from kvatlas.http.connection_shares import Closable, ConnectionShares, Place
 from kvatlas.http.counters import HttpCounters
+from kvatlas.http.departure import Departure
 from kvatlas.http.error_form import error_form
 from kvatlas.http.guard import ON_LEAVE, TOO_MANY, ProbesOnly, WithCertificate, WithoutChunks
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
@@ -84,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_place = True
         self._refused = False
         self.url = b""
-        self._departure = _Departure()
+        self._departure = Departure()
         self._in_head = True
         """No request has begun, or its headers are not complete."""
         self._has_begun = False
@@ -242,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._departure = cycle.scope[ON_LEAVE] = _Departure()  # type: ignore[literal-required]
+        self._departure = cycle.scope[ON_LEAVE] = Departure()  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = WithoutChunks(app, cycle)
         super()._start_asgi_task(cycle, app)
@@ -407,33 +408,6 @@ def _target_in(data: bytes) -> bytes:
     """The target of an unparsed request; empty if it is incomplete."""
     words = data.split(b" ", 2)
     return words[1] if len(words) == 3 else b""
-
-
-class _Departure:
-    """Lets one request's application know that the client has disconnected or was refused; see `ON_LEAVE`. It has no reference
-    to the connection, which would be a cycle."""
-
-    __slots__ = ("_call", "_has_left")
-
-    def __init__(self) -> None:
-        self._call: Callable[[], None] | None = None
-        self._has_left = False
-
-    def __call__(self, call: Callable[[], None]) -> None:
-        if self._has_left:
-            call()
-        else:
-            self._call = call
-
-    def report(self) -> None:
-        """The client has disconnected."""
-        call, self._call, self._has_left = self._call, None, True
-        if call is not None:
-            call()
-
-    def forget(self) -> None:
-        """The request is answered."""
-        self._call = None
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -1,5 +1,7 @@
 """Reads the events of an engine's answer that another engine may continue."""
 
+from abc import ABC, abstractmethod
+
 from kvatlas_router.answers.engine_errors import EngineError
 from kvatlas_router.answers.event_parser import MOST_DATA_BYTES, Event, EventParser
 from kvatlas_router.continuation.reasons import Why
@@ -10,7 +12,7 @@ _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
 _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
-class JoinedEvents:
+class JoinedEvents(ABC):
     """`error`: the engine's error, which ends its answer; `withheld`: the events with it, which the client did not get.
     `events`: the number of events with data that the client got."""
 
@@ -45,13 +47,13 @@ class JoinedEvents:
         self.error, self.withheld = None, b""
         self._parser = EventParser()
 
+    @abstractmethod
     def give_up(self, why: Why) -> None:
         """Record why the answer can't continue."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, event: Event, data: bytes, raw: bytes) -> bytes:
         """The client's bytes for an event that is no error; `data`: its data."""
-        raise NotImplementedError
 
     def _pass(self, event: Event, raw: bytes) -> bytes:
         if event.data is None:

@@ -1,6 +1,5 @@
 """Rogue publishers and auditors at NATS: acts with a real user's password against another publisher's worker."""
 
-from collections.abc import Iterator
 from time import time_ns
 
 import msgpack
@@ -20,18 +19,6 @@ from tests.kvatlas_cli.auth.guarded_servers import connected
 pytestmark = pytest.mark.anyio
 
 STREAM = "KVATLAS_EVENTS"
-
-
-@pytest.fixture(scope="module")
-def with_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServers]:
-    with attacked_servers(tmp_path_factory.mktemp("users"), users=True) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module", params=["with users", "defaults"])
-def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServers]:
-    with attacked_servers(tmp_path_factory.mktemp("servers"), users=request.param == "with users") as started:
-        yield started
 
 
 def false_events(fleet: AttackedFleet) -> bytes:

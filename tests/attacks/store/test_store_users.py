@@ -1,6 +1,5 @@
 """Rogue routers and auditors: what the holder of such a user's password tries at the store, and what becomes of it."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -152,18 +151,6 @@ HOSTILE = [
     [b"1"] * 2_000,
 ]
 """Arguments that no caller sends."""
-
-
-@pytest.fixture(scope="module")
-def with_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServers]:
-    with attacked_servers(tmp_path_factory.mktemp("users"), users=True) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module", params=["with users", "defaults"])
-def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServers]:
-    with attacked_servers(tmp_path_factory.mktemp("servers"), users=request.param == "with users") as started:
-        yield started
 
 
 async def attempt(url: str, words: Words) -> str:
