@@ -69,6 +69,14 @@ class EngineFailed(KvatlasError):
         self.status = error.status
 
 
+class EventTooLong(KvatlasError):
+    """An event is too long for a client that may not see counts of cached tokens. That is no fault of its engine."""
+
+    def __init__(self) -> None:
+        most = f"{MOST_EDITED_BYTES >> 20} MiB, the most that this key may get"
+        super().__init__(f"an event of the answer is longer than {most}; ask for fewer log probabilities")
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedAnswer:
     """An answer whose first content has arrived. `stream`: its reader, if it is a readable event stream; `passed`: the bytes to
@@ -164,7 +172,8 @@ class AnswerRelay:
         continued: ContinuedAnswer,
     ) -> "OpenedAnswer":
         """Read a successful answer up to its first content, or its end. Until then the client gets only bytes that keep the
-        connection alive. Raises EngineRefused for an error in place of an answer, and EngineLost if the engine disappears."""
+        connection alive. Raises EngineRefused for an error in place of an answer, EventTooLong, and EngineLost if the engine
+        disappears."""
         if isinstance(answer, WholeAnswer):
             if request.text is not None and not answer.body:
                 raise EngineLost(f"{choice.url}: the answer is empty")
@@ -342,7 +351,7 @@ class AnswerRelay:
         before = stream.parts
         passed = stream.feed(chunk)
         if stream.in_event and not request.shows_cached:
-            raise EngineLost(f"an event is longer than {MOST_EDITED_BYTES} bytes")
+            raise EventTooLong
         answer.clock.part(stream.parts - before)
         return passed
 

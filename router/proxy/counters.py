@@ -40,17 +40,17 @@ class ContinuationCounters:
 class ProxyCounters:
     """Plain integers since the proxy started.
 
-    `requests`: received for engines. They end as `answered` (2xx), `refused_by_engine` (the engine's refusal was passed on),
-    `gave_up` (no worker left), `gone` (the client disconnected first), `broken` (the engine disappeared mid-answer, or
-    reported an error there) or `cut` (still running when the proxy stopped). `refused` and `unreachable`: attempts that failed
-    because the engine couldn't serve them, or did not answer. `retried`: attempts after the first; `retries_denied`: retries
-    that the budget did not allow. `untokenized`: routed without all tokens: by load, or by the tokens before the first image.
-    `shed`: refused because every engine would miss the SLO by far. `queued`: waited for a worker with room; `queue_full`:
-    refused because the queue was full or the wait too long. `apart`: attempts with a separate prefill worker; `apart_failed`:
-    those that failed because of that worker. `fetching`: attempts whose engine should fetch KV from another one. `sent`:
-    attempts sent; `overhead`: seconds from a request's arrival until it is sent. `held`, `held_done`, `held_expired`: see
-    `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`: ends reported here for bookings of other routers.
-    `continued`: streams whose engine died.
+    `requests`: received for engines. They end as `answered` (2xx), `refused_by_engine` (the engine's refusal was passed on, or
+    its answer has an event that is too long for the client), `gave_up` (no worker left), `gone` (the client disconnected
+    first), `broken` (the engine disappeared mid-answer, or reported an error there) or `cut` (still running when the proxy
+    stopped). `refused` and `unreachable`: attempts that failed because the engine couldn't serve them, or did not answer.
+    `retried`: attempts after the first; `retries_denied`: retries that the budget did not allow. `untokenized`: routed without
+    all tokens: by load, or by the tokens before the first image. `shed`: refused because every engine would miss the SLO by
+    far. `queued`: waited for a worker with room; `queue_full`: refused because the queue was full or the wait too long.
+    `apart`: attempts with a separate prefill worker; `apart_failed`: those that failed because of that worker. `fetching`:
+    attempts whose engine should fetch KV from another one. `sent`: attempts sent; `overhead`: seconds from a request's arrival
+    until it is sent. `held`, `held_done`, `held_expired`: see `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`:
+    ends reported here for bookings of other routers. `continued`: streams whose engine died.
     """
 
     requests: int = 0

@@ -21,7 +21,7 @@ from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.ejection.monitor import EjectionMonitor
 from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.prompts.catalogue import Catalogue
-from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, OpenedAnswer
+from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, EventTooLong, OpenedAnswer
 from kvatlas_router.proxy.attempts import Attempts, StalledAnswer
 from kvatlas_router.proxy.client_request import ClientRequest, ErrorKind
 from kvatlas_router.proxy.continued_answer import ContinuedAnswer, ReadPrompt
@@ -172,6 +172,10 @@ class WorkerAttempts:
                     unjudged.discard(worker_id)
                     return await self._go_on(attempts, worker_id, error)
                 await continued.end(None)
+            except EventTooLong as error:
+                await _end_booking(choice, 0)
+                self._counters.refused_by_engine += 1
+                await request.refuse(ErrorKind.INVALID, str(error), retry_after_s=None)
             except CannotContinue as error:
                 await self._end_broken(attempts, error.why)
             except (EngineRefused, EngineUnreachable, EngineLost, PrefillFailed) as error:
