@@ -1,4 +1,4 @@
-"""Of thousands of short-lived workers, scopes and clears, the store keeps a bounded amount."""
+"""What the store keeps of thousands of short-lived workers, scopes and clears is bounded."""
 
 from collections.abc import AsyncIterator
 
