@@ -1,4 +1,4 @@
-"""Bytes a token from models' configurations, in the numbers that their engines report."""
+"""Bytes per token from models' configurations equal what their engines report."""
 
 import json
 from pathlib import Path
