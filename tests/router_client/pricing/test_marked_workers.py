@@ -1,4 +1,4 @@
-"""Workers with marks: what is usable of what they hold, why it ends there, and what a copy on them is worth."""
+"""Workers with marks: the usable part of what they hold, why it ends there, and what a copy on them is worth."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def record(id: str, **fields: object) -> FleetRecord:
 
 
 async def index_of(**marks: list[int] | None) -> MemoryIndex:
-    """Every worker holds the whole chain; those with a list have marks at these positions."""
+    """An index in which every worker holds the whole chain; those with a list have marks at these positions."""
     index = MemoryIndex()
     for worker, positions in marks.items():
         source = MessageSource(worker, dropped=None if positions is None else 0, places=PLACES)
