@@ -29,7 +29,7 @@ async def test_a_conversation_stays_with_the_engine_of_its_turn_before(
 ) -> None:
     chosen = str(save_simulators(tmp_path)) if tokenizer == "local" else "engine"
     engine = {"num_gpu_blocks": 8_192, "enable_scale_out": tokenizer != "engine"}
-    apis = [api for api in Api if api is not Api.TOKENS or tokenizer != "engine"]  # that tokenizer's engines also render
+    apis = [api for api in Api if api is not Api.TOKENS or tokenizer != "engine"]  # its engines also render
     async with (
         running_fleet(store, dict.fromkeys(ENGINES, engine)),
         running_proxy(valkey_url, tokenizer=chosen, tokenizer_deadline_ms=20_000) as client,

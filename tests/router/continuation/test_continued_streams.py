@@ -244,9 +244,7 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
         async with anyio.create_task_group() as tasks:
             for name in asked:
                 tasks.start_soon(compare, name)
-        assert (
-            (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14
-        )  # five lack only the end
+        assert (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14  # five lack only the end
 
 
 async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:

@@ -138,7 +138,7 @@ async def test_learned_rates_price_the_next_choice(reservations: Reservations) -
         assert 60 < rates.prefill_us_per_token < 110
         assert rates.tpot_base_us > 3 * EngineRates().tpot_base_us
         assert await ttft_us(router, "a") == round(rates.prefill_us(PROMPT_TOKENS, 0)) > 2 * before
-        assert await ttft_us(router, "b") == await ttft_us(router, "a")  # nothing is known about it, so it shares the traffic
+        assert await ttft_us(router, "b") == await ttft_us(router, "a")  # nothing is known about it: it shares traffic
         assert {(await router.reserve(prompt(number), dry_run=True)).worker_id for number in range(20, 40)} == {
             "a",
             "b",
