@@ -27,7 +27,7 @@ RUN python3 -m venv --without-pip /opt/kvatlas \
         --requirement locks/build.txt \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes --no-build-isolation \
         --requirement "locks/$(echo "${EXTRAS}" | tr , -).txt" \
-    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 uninstall --yes --quiet setuptools \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 uninstall --yes --quiet setuptools pip \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels . \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --no-deps /opt/wheels/*.whl \
     && /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
