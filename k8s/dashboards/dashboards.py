@@ -1,5 +1,5 @@
-"""Grafana's dashboards, in short form: `python -m k8s.dashboards.dashboards` writes the JSON files beside this, and a copy of the
-rules in ../alerts for the Prometheus operator.
+"""Grafana's dashboards, in short form: `python -m k8s.dashboards.dashboards` writes the JSON files beside this, and a copy of
+the rules in ../alerts for the Prometheus operator.
 
 Metric names are the Prometheus forms of those in kvatlas/telemetry/instruments/.
 """
