@@ -39,7 +39,7 @@ class Verdict(StrEnum):
     UNANSWERED = "unanswered"
     """The index holds blocks of the worker, but no publisher answers for it."""
     DRAINED = "drained"
-    """Its publisher announced its end; until the worker is retired or published again, no publisher answers for its
+    """Its publisher announced that it would stop; until the worker is retired or published again, no publisher answers for its
     blocks."""
 
     @property

@@ -62,7 +62,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 def _environment(number: int) -> Mapping[str, str]:
     """The environment of one process: its Prometheus page is on the next port."""
     first = os.environ.get(PROMETHEUS_PORT, "9464")
-    port = str(int(first) + number) if first.isdecimal() else first  # the process itself reports what is wrong with it
+    port = str(int(first) + number) if first.isdecimal() else first  # the process itself reports an invalid port
     return {**os.environ, PROMETHEUS_PORT: port}
 
 

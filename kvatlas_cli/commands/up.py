@@ -189,7 +189,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
 
 
 async def _run_router(settings: ProxySettings, *, task_status: TaskStatus[str]) -> None:
-    """Run the router; reports its URL as started once it takes requests."""
+    """Run the router, and report its URL to `task_status` once it takes requests."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     await run_proxy(settings, ready=task_status.started)

@@ -74,7 +74,7 @@ def why_left_out(record: FleetRecord) -> str:
 
 
 def _missing_kind(usable: Collection[FleetRecord]) -> str:
-    """The kind of worker that a whole request lacks; empty if none."""
+    """The kind of worker that is missing for a whole request; empty if none is."""
     roles = {one.endpoint.role for one in usable}
     if not roles:
         return "engine"
