@@ -1,4 +1,5 @@
-"""Admits messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they name."""
+"""Admits the messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they
+name."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -80,9 +80,9 @@ class ScopeDigest(ScopeFields):
 class ControlReply(WireRecord):
     """A publisher's reply; `note` says why it is not `ok`. `status` answers a status request.
 
-    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
-    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
-    to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), `scopes` (the same by scope; None: too many scopes) and `marks`
+    (`MarkDigest.words` of a worker with marks), all as of a checkpoint, `status["told_seq"]`, that the publisher sends to the
+    stream for the requester.
 
     A request for blocks, or to drop some, is answered with the `blocks` concerned.
     """

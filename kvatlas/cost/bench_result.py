@@ -86,5 +86,5 @@ class _Request(NamedTuple):
     output_tokens: int
 
     def kv_tokens(self, now: float) -> int:
-        """Tokens that the request has computed by now, which is between its first token and its end."""
+        """Tokens that the request has computed by `now`, a time between its first token and its end."""
         return self.prompt_tokens + round(self.output_tokens * (now - self.first) / (self.end - self.first))

@@ -213,8 +213,8 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
     """The profile with these workers' learned rates, which come from the evidence of `pool`. Workers that are equally fast
     (see SAME_SPEED) at prefill, or at decoding, get the same rates for it.
 
-    A worker without evidence counts as fast as the fastest known one. If it looked slower, it might never get a request, and
-    never become known; if it looked faster, it would get all requests until the first of them has ended.
+    A worker without evidence is taken to be as fast as the fastest known one. If it looked slower, it might never get a
+    request, and never become known; if it looked faster, it would get all requests until the first of them has ended.
     """
     prefill_us = {id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()}
     decode_us = {id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()}

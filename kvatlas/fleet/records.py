@@ -205,7 +205,7 @@ class EngineEndpoint(WireRecord):
 
 
 class _Load(WireRecord):
-    """A load. Unknown fields are refused when one is created, because misspelled ones would count as idle."""
+    """A load. Creating one with an unknown field is refused, because a misspelled field would count as idle."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -328,10 +328,10 @@ class FleetRecord(WireRecord):
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
-    publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a name
-    stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`: why
-    the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
+    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer has checked the address against what the
+    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a
+    name stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`:
+    why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
     """
 
     endpoint: EngineEndpoint

@@ -1,4 +1,4 @@
-"""Workers that were retired within the last hour, by which missing workers are found.
+"""Workers that were retired within the last hour, for finding missing workers.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 

@@ -68,8 +68,8 @@ class Candidates(NamedTuple):
         members: Mapping[str, tuple[bytes, Limit]],
         depths: Mapping[LookupChain, Mapping[str, int]] = MappingProxyType({}),
     ) -> "Candidates":
-        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks of each
-        chain of its lookup workers hold. Raises LookAlikesUnknown."""
+        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks the
+        workers hold of each chain of its lookup. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         held_tokens: list[int] = []

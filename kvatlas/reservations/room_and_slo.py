@@ -1,7 +1,7 @@
 """Limits that a worker would exceed if it got a request.
 
 A worker without room (no free request slot, or too little free KV for the prompt) gets a request only if no worker has
-room. A service level objective (SLO) may be a price, or a limit of second rank: see `Limits`.
+room. A service level objective (SLO) may be a price, or a secondary limit: see `Limits`.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ class StoreDistance:
             self._task.start()
 
     async def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         await self._task.stop()
 
     @property

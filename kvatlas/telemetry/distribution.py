@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 SCALE = 1
-"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling. `Distribution.add` counts two."""
+"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling. `Distribution.add` relies on two."""
 _STEPS = 1 << SCALE
 _MIDDLE = 2**-0.5
 

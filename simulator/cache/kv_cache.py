@@ -72,9 +72,9 @@ class KVCache:
     ) -> None:
         """`hasher`: names blocks in events; default: seeded with 0. `pool`: when memory is reserved; default: all at once.
 
-        `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache,
-        and its exceptions reach that call's caller. `clock`: seconds, for last access and the time to live. `report_hits`:
-        record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
+        `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache, and
+        its exceptions reach that call's caller. `clock`: the time in seconds, for last access and the time to live.
+        `report_hits`: record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
         """
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
             raise InvalidValue(

@@ -65,7 +65,7 @@ class StreamFeed:
         self._admission = admission
         self._wakeup = Wakeup()
         self._goals: deque[tuple[int, float]] = deque(maxlen=MOST_PROBES)
-        """(number of a consumer message, time since when the stream has had everything up to it)."""
+        """(number of a consumer message, time): once that message is applied, so is everything in the stream at that time."""
 
     async def run(self) -> None:
         """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last applied

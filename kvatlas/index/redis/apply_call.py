@@ -27,8 +27,8 @@ SAMPLED_BLOCKS = 64
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if all messages are
-    one event and differ only in their hashes."""
+    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if each message is a
+    single event and they differ only in their hashes."""
 
     incarnation: int
     first_seq: int

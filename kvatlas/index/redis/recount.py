@@ -217,7 +217,7 @@ def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
 
 
 class Recount:
-    """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
+    """One pass for at most WORKERS_A_PASS workers of one shard: call `part` until `ended`, then `finish`; or just `complete`.
 
     A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go in the
     meantime. So entries that a worker's messages touched are read again at the end, provided that all of these messages

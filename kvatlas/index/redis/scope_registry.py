@@ -28,7 +28,7 @@ REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
 """The most that `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
-"""Names of forgotten scopes that are kept for `usage`."""
+"""Limit of the names of forgotten scopes that are kept for `usage`."""
 
 
 class ScopeRegistry:

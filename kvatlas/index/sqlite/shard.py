@@ -49,7 +49,7 @@ class SqliteShard(MemoryShard):
 
     @property
     def changed_values(self) -> list[dict[tuple[bytes, bytes], None]]:
-        """The records in `changed` that may be many."""
+        """The records in `changed` that may have many entries."""
         return [one.changed for one in (self._blocks, self._parents, self._marks, self._heads)]
 
     # ------------------------------------------------------------ to the file

@@ -10,7 +10,7 @@
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
 
--- Calls a command that reads the index. Its damage is not the pool's, which must not be dropped for it.
+-- Calls a command that reads the index. Damage there is not the pool's: the pool must not be dropped for it.
 local function read_index(...)
   local found = redis.pcall(...)
   if type(found) == 'table' and found.err then

@@ -2,8 +2,8 @@
 -- be tried, `_queue_charges.lua` what bookings cost their tenants. The Python twin, which explains the order, is
 -- `kvatlas/reservations/pool_queue.py`.
 --
--- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is its end, <rank> <tenant>.
--- A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
+-- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is the end of a line, <rank>
+-- <tenant>. A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
 --
 -- queued_requests  id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
 --                  tenant }
@@ -13,7 +13,7 @@
 -- queue_numbers    'tokens' all prompts'; 'lines' how many there are; 'lanes' their names, one after another; 'weights' the sum
 --                  of all tenants'; 'n' <line>, 'a' <account>, 'c' <lane>, 'o' <router> how many wait there; 't' <tenant> ->
 --                  "requests tokens weight"; 'l' <lane> -> cmsgpack list of its workers, '' for all; 'k' <lane> -> its window;
---                  without anything that waits only 'idle' -> us since when
+--                  if nothing waits, only 'idle' -> us since when
 -- queue_counters   'c' <account> -> service of what was booked while requests waited; 'v' <rank> -> the highest before a
 --                  booking
 -- queue_deadlines  'e' <id> a request may wait no longer; 'q' <router> it no longer asks; 'a' <program> it no longer runs
@@ -114,7 +114,7 @@ local function account_member(account, counter)
   return 'g' .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
 end
 
--- Returns the member of `queue_lines` that lists a line with its tenant's.
+-- Returns the member of `queue_lines` that lists a line among its tenant's.
 local function own_member(lane, account)
   return 'm' .. string.sub(account, 9) .. lane .. string.sub(account, 1, 8)
 end
@@ -292,8 +292,8 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds what waits at a router that no longer asks to those that leave, up to `most`. Returns how much of it was used;
--- `most` or above if there may be more.
+-- Adds the requests that wait at a router that no longer asks to those that leave, up to `most`. Returns how much of it was
+-- used; `most` or above if there may be more.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)

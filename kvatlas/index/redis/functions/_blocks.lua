@@ -170,8 +170,8 @@ local function change_held(k, changes)
   delete_fields(k.held, gone)
 end
 
--- Returns the bytes of a block of each of a holder's scopes: {scope id -> bytes}, and for each tier with another size {scope id
--- and tier (a byte) -> bytes}. touched: its list
+-- Returns the size in bytes of a block in each of a holder's scopes: {scope id -> bytes}, and for each tier with another size
+-- {scope id and tier (a byte) -> bytes}. touched: the holder's list
 local function sizes_of(touched)
   local sizes = {}
   for at = 1, #touched, 16 do
@@ -225,10 +225,9 @@ end
 
 local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new
--- value...} to
--- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the bytes to be
--- written.
+-- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the number of bytes to
+-- be written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do

@@ -19,8 +19,8 @@ class HolderNames:
         self._before: dict[int, str] = {}
 
     async def read(self, functions: IndexFunctions) -> None:
-        """Read the current version. If it changes while several calls read many holders, `version` is empty, and the names
-        are those that were active at some moment of the reading."""
+        """Read the current version. If it changes while several calls read many holders, `version` is empty, and the names are
+        those that were active at some moment during the read."""
         keys, cursor = [self._keys.active, self._keys.meta], b"0"
         names: dict[int, str] = {}
         versions: set[bytes] = set()

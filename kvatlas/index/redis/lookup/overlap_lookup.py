@@ -1,5 +1,5 @@
-"""The overlap of a chain with what the shards hold: one call to each shard, and more if a call, whose work is bounded, leaves
-a rest."""
+"""The overlap of a chain with what the shards hold: one call to each shard, and further calls for what one call, whose work is
+bounded, leaves over."""
 
 from collections.abc import Sequence
 from typing import Any
