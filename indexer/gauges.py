@@ -121,7 +121,7 @@ async def measure(
 
 
 def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
-    """The MAX_MODELS models with the most blocks, by name, and the sum of all others, because each name is a series."""
+    """The MAX_MODELS models with the most blocks, by name, and the sum of all others: each name is a series of its own."""
     by_size = sorted(models, key=lambda model: (-sum(models[model].blocks), model))
     named = {model: models[model] for model in by_size[:MAX_MODELS]}
     others = [models[model] for model in by_size[MAX_MODELS:]]

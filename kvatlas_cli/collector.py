@@ -51,7 +51,7 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
+    """Follows the pods with these labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
     different name or address is a different engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compares every publisher's ledger with the blocks that are really in the index.
+"""Compares every publisher's ledger with the blocks that are actually in the index.
 
 A publisher replies with its digest by scope, and sends a checkpoint to the stream. Once the index has applied the
 checkpoint, the worker's blocks are recounted. The index's own digest is not trusted, because it may be right although the

@@ -45,7 +45,7 @@ class Scrubber:
         self._under_way: set[int] = set()
 
     async def run(self) -> None:
-        """Scrub until cancelled. After an error of the store the round continues later."""
+        """Scrub until cancelled. After an error from the store, the round continues later."""
         while True:
             try:
                 pause_s = PAUSE_S if await self.tick(monotonic()) else min(CHECK_EVERY_S, self._period_s)

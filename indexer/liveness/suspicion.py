@@ -142,7 +142,7 @@ class DoubtJudge:
 def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | None:
     """Why the index may be wrong about a worker, or None. `heard`: incarnation -> acked seq of its heartbeats."""
     highest = max(heard.items())
-    published = highest[1] >= 0  # before the first acknowledged message nothing can be missing
+    published = highest[1] >= 0  # before the first acknowledged message, nothing can be missing
     if record is None:
         return Doubt.UNKNOWN if published else None
     known = (record.incarnation, record.seq)

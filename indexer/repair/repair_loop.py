@@ -73,7 +73,7 @@ class RepairLoop:
         """Workers of the owned shards that the store had no memory for."""
 
     async def run(self) -> None:
-        """Run until cancelled. After an error of NATS or the store, the next round begins as usual."""
+        """Run until cancelled. After an error from NATS or the store, the next round begins as usual."""
         subscription = await self._client.subscribe(self._inbox, cb=self._on_reply)
         try:
             while True:

@@ -26,7 +26,7 @@ class EngineHashes:
     """Asks any worker's publisher. NATS is connected when it is first needed. The caller must call `close`."""
 
     def __init__(self, nats: NatsAccess, name: str) -> None:
-        """`name`: the connection's, as NATS lists it."""
+        """`name`: of the connection, as NATS lists it."""
         self._nats = nats
         self._name = name
         self._client: Client | None = None

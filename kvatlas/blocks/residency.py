@@ -1,4 +1,4 @@
-"""Keys of blocks, residencies, and overlaps as the index answers them."""
+"""Keys of blocks, residencies, and overlaps as the index returns them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -66,8 +66,8 @@ class Admission:
         fleet_id: str | None = None,
     ) -> None:
         """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other partition counts
-        that publishers may use. With any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of the
-        index; None: unknown, so messages of all fleets are admitted."""
+        that publishers may use. If there are any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of
+        the index; None: unknown, so messages of all fleets are admitted."""
         self.partition = partition
         self._partitions = partitions
         self._publishers = publishers

@@ -31,7 +31,7 @@ async def connect_nats(
     access = NatsAccess(access) if isinstance(access, str) else access
     try:
         options = access.options()
-    except ValueError as error:  # its message may contain a part of the password
+    except ValueError as error:  # its message may contain part of the password
         raise AccessDenied(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error

@@ -21,7 +21,7 @@ _Tokens = Annotated[int, Field(ge=0, le=1 << 24)]
 
 class BenchResult(BaseModel):
     """Lists with an entry for each request, in seconds and tokens. `start_times`: on one clock; `itls`: the times between the
-    parts of an answer; `errors`: empty texts for requests that were answered."""
+    parts of an answer; `errors`: empty for requests that were answered."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -50,8 +50,8 @@ class BenchResult(BaseModel):
             raise InvalidValue(describe_invalid(error, "the benchmark's result")) from error
 
     def requests(self) -> Iterator[ObservedRequest]:
-        """The answered requests in the order of their starts, each with the load that the others made. Raises InvalidValue for
-        figures that no engine has, such as an answer of many hours."""
+        """The answered requests in the order of their starts, each with the load that the others caused. Raises InvalidValue
+        for figures that no engine has, such as an answer of many hours."""
         running: list[_Request] = []
         for one in sorted(self._answered()):
             running = [other for other in running if other.end > one.start]

@@ -54,7 +54,7 @@ class QuillcacheProfile:
         return self.prefill_us_per_token * new_tokens
 
     def decode_us(self, output_tokens: int, running_decodes: int = 0) -> int:
-        """Cost of decoding an answer, next to the requests that the worker already decodes."""
+        """Cost of decoding an answer alongside the requests that the worker already decodes."""
         return self.decode_us_per_token * output_tokens + self.running_decode_us * running_decodes
 
     def queue_us(self, queued_prefill_tokens: int) -> int:

@@ -116,8 +116,8 @@ class EngineEndpoint(WireRecord):
     """A worker's description for routers.
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
-    the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere.
-    `stores`: the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us` and
+    the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere. `stores`:
+    the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us` and
     `read_us_per_mib` are its read rate; None: its tier's usual rate. `bootstrap_port`: of an SGLang prefill server's bootstrap
     server (None: SGLang's own default). `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block.
     `groups`: number of the model's KV cache groups; `alignment_tokens`: hits are multiples of this (0: of blocks).
@@ -126,10 +126,10 @@ class EngineEndpoint(WireRecord):
     engine reuses; empty if it is exact. `block_bytes`: bytes of KV cache per block, 0 if unknown; `tier_block_bytes`: the same
     for tiers (labels) whose number differs. `events=False`: the engine publishes no KV events, so what it holds can only be
     predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
-    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
-    by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
-    with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
-    unknown ones are ignored).
+    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: unknown (an
+    older publisher). `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others with
+    this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers; unknown ones
+    are ignored).
     """
 
     id: WorkerId

@@ -19,7 +19,7 @@ from kvatlas.validation import Count, Name
 DEPARTED = "kva:{fleet}:departed"
 KEEP_S = 3600
 MOST = 1024
-"""Limit of departures in the store. Above it new ones are not recorded: this number is enough to show a fleet that was
+"""Limit of departures in the store. Above it, new ones are not recorded: this number is enough to show a fleet that was
 switched off."""
 
 

@@ -170,7 +170,8 @@ class FleetStore:
         return records
 
     async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
-        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. Record None: unknown form."""
+        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. The record is None if its form is
+        unknown."""
         entries: list[tuple[str, str, FleetRecord | None]] = []
         for pool_id in await self.pools():
             for name, packed in (await self._packed_records(pool_id)).items():

@@ -155,9 +155,9 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._in_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_end(self, start: int) -> int:
-        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the
-        end of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so
-        no data that a client may send is cut into many small ones."""
+        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the end
+        of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so no data
+        that a client may send is cut into many small pieces."""
         if self._body_left:
             return min(start + self._body_left, len(self._unread))
         if self._chunks is not None:

@@ -106,7 +106,7 @@ class Lookup:
         return list({id(chain): chain for chain in self.chains if chain is not None}.values())
 
     def row_of(self, worker_id: str, likeness: bytes, likenesses: Sequence[bytes]) -> int:
-        """The number of a worker's row. `likenesses`: those of all rows, among which is that of a worker that is not named."""
+        """The number of a worker's row. `likenesses`: those of all rows, which include that of any worker that is not named."""
         if (row := self.named.get(worker_id)) is not None:
             return row
         odd = self.odd.get(worker_id)

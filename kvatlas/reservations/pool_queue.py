@@ -44,7 +44,7 @@ FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
 """Number of counters above which those of tenants that do not wait are forgotten, and number of charges above which estimates
-stand."""
+are not corrected."""
 MOST_COUNTER = 9_000_000_000_000_000
 """A whole number of 16 digits that the store's Lua still computes exactly."""
 

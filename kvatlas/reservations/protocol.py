@@ -217,10 +217,10 @@ class OfferEvaluation(NamedTuple):
 class Evaluation:
     """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
-    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
-    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the
-    workers of the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt
-    fetches: of those that its offer names, the one whose booked transfers end first.
+    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout, `chosen`
+    computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the workers of
+    the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt fetches:
+    among those that its offer names, the one whose booked transfers end first.
     """
 
     chosen: int

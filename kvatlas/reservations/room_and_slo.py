@@ -36,7 +36,7 @@ _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "k
 class Limit(NamedTuple):
     """Limits of one offered worker; 0: unknown. `slots`: requests that run at once. `kv_tokens`: capacity of its cache.
 
-    `decode_us`: the time of all tokens after the first there, without load.
+    `decode_us`: the time that all tokens after the first take there, without load.
     """
 
     slots: int = 0

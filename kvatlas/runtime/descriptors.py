@@ -20,7 +20,7 @@ class Descriptors:
 
 
 def count_descriptors() -> Descriptors:
-    """The descriptors of this process. Without /proc `open` is 0."""
+    """The descriptors of this process. Without /proc, `open` is 0."""
     try:
         count = len(os.listdir("/proc/self/fd")) - 1  # without the one that this listing uses
     except OSError:  # even if none is left for listing them

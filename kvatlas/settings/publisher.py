@@ -277,7 +277,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_connector(self) -> None:
-        """Check that fetch settings come with a connector: without one nothing is fetched."""
+        """Check that fetch settings come with a connector: without one, nothing is fetched."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
                 raise SettingsError(f"{flag} is given without --kv-connector; set both")

@@ -145,5 +145,5 @@ class Deadline:
         return None if self.ms is None else self.ms * share / 1_000
 
     def describe(self, error: BaseException) -> str:
-        """The reason of a failed call, in one line."""
+        """The reason why a call failed, in one line."""
         return f"no answer in {self.ms:g} ms" if isinstance(error, TimeoutError) else str(error)

@@ -114,7 +114,7 @@ class Distribution:
 
 
 def counters_to_jsonable(counters: "DataclassInstance") -> dict[str, Any]:
-    """Plain numbers unchanged, distributions as summaries, counters within as objects."""
+    """Plain numbers unchanged, distributions as summaries, nested counters as objects."""
     return {one.name: _to_jsonable(getattr(counters, one.name)) for one in fields(counters)}
 
 

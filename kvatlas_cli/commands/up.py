@@ -45,7 +45,7 @@ LOCK_FILE = "up.lock"
 LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
-"""Time for running answers to finish after Ctrl-C."""
+"""Time for answers in progress to finish after Ctrl-C."""
 DECISION_MS = 1_000.0
 """All parts share this machine, as in the demo, so the store may have to wait for a core."""
 _POLL_S = 0.05

@@ -21,7 +21,7 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120
-"""A replica that takes over, or that has fallen behind, needs the messages of the last minutes."""
+"""Minimum reach of the stream: a replica that takes over, or has fallen behind, needs the messages of the last minutes."""
 ANSWER_S = 2.0
 LATELY_US = 120_000_000
 """Messages refused longer ago than this are not reported."""

@@ -3,7 +3,7 @@
 Invariants, after every call:
 
 - A block's references equal the number of block tables it is in; a free block is in no table and has no hash.
-- The GPU's cached blocks are prefix-closed. With the CPU tier the union of both is too, until only the GPU is reset.
+- The GPU's cached blocks are prefix-closed. With the CPU tier, so is the union of both, until the GPU alone is reset.
 - The events, added up by (hash, medium), are exactly the copies that the cache holds.
 - A hit is a block whose tokens and all earlier tokens equal the prompt's, under the same adapter and salt.
 

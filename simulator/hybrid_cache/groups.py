@@ -46,7 +46,7 @@ class CacheGroup:
 
     @property
     def window_tokens(self) -> int | None:
-        """The window as events report it: only for a sliding window."""
+        """The window as events report it; None unless it is a sliding window."""
         return self.tokens if self.kind is AttentionKind.SLIDING_WINDOW else None
 
     def first_needed(self, computed: int, block_size: int) -> int:

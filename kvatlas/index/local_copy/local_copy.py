@@ -255,7 +255,7 @@ class IndexReplica:
         probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
         await self._wait_until_current(feed, feeding, probe_s)
         for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
-            worker.bad = False  # a checkpoint among the messages that were applied to a copy of later blocks
+            worker.bad = False  # by a checkpoint that was applied to a copy of later blocks
         comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
         if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
             await self._wait_until_current(feed, feeding, probe_s)  # the lagging messages must have arrived by then

@@ -30,7 +30,7 @@ from kvatlas.runtime.wakeup import Wakeup
 
 SLICE_MESSAGES = 32
 SLICE_BYTES = 16 * 1024
-"""Limits of what is applied before other tasks of the process get their turn: a few milliseconds."""
+"""Limits of what is applied before other tasks get their turn: a few milliseconds' work."""
 PROBE_TIMEOUT_S = 2.0
 MOST_PROBES = 64
 FIRST_PAUSE_S = 0.05
@@ -166,7 +166,7 @@ class StreamFeed:
             await anyio.sleep(self._probe_s)
 
     def _settle(self, queue: PartitionQueue) -> None:
-        """Update `current_s` from the goals that are reached."""
+        """Update `current_s` from the goals that have been reached."""
         applied = queue.received - len(queue)
         while self._goals and self._goals[0][0] <= applied:
             _, self.current_s = self._goals.popleft()

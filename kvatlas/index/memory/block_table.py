@@ -368,7 +368,7 @@ class _Unswept(NamedTuple):
 
 
 def split(packed: bytes) -> list[bytes]:
-    """Packed hashes as single ones, without repeats, in order."""
+    """The single hashes of packed ones, in order and without repeats."""
     return list(dict.fromkeys(chain.from_iterable(iter_unpack(f"{HASH_BYTES}s", packed))))
 
 

@@ -61,7 +61,7 @@ class Strays(NamedTuple):
 
 
 _Touched = dict[tuple[bytes, bool], set[bytes]]
-"""By (scope, True if about marks): hashes of blocks (False), fields of marks (True)."""
+"""By (scope, about marks?): fields of marks if True, hashes of blocks if False."""
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write everything that this process registered recently again, because the store may have lost it."""
+        """Write again everything that this process registered recently, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property

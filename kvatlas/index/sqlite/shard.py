@@ -55,7 +55,7 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ to the file
 
     def describe_values(self, changes: Changes, most: int | None = None) -> None:
-        """Add the rows of changed values, of each kind the first `most` of them (None: all)."""
+        """Add the rows of changed values: the first `most` of each kind (None: all)."""
         linked = self._parents.changed
         for name, table, changed in (
             ("blocks", self._blocks, linked | self._blocks.changed if linked else self._blocks.changed),

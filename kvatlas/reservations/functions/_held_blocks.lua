@@ -1,8 +1,9 @@
 -- Reads from the index what workers hold of a prompt, and only as much as a choice needs. The index's layout:
--- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works in a standalone store.
+-- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works only in a standalone
+-- store.
 --
--- Residency is prefix-closed for active holders: along a chain they only get fewer. Other holders in the same values (retired
--- ones that are being swept, loading ones) come and go.
+-- Residency is prefix-closed for active holders: there can only be fewer of them along a chain. Other holders in the same
+-- values (retired ones that are being swept, loading ones) come and go.
 --
 -- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, most = no active holder
 -- that was not returned holds more blocks, met = the holders returned, met_count = how many these are }. Blocks count from 1.

@@ -119,7 +119,7 @@ local function own_member(lane, account)
   return 'm' .. string.sub(account, 9) .. lane .. string.sub(account, 1, 8)
 end
 
--- Changes a tenant's requests and tokens; drops one without requests. `weight`: its present one.
+-- Changes a tenant's requests and tokens; drops a tenant without requests. `weight`: its current one.
 local function count_tenant(keys, tenant, requests, tokens, weight)
   local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. tenant)
   local had_requests, had_tokens, had_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
@@ -197,7 +197,7 @@ local function set_counter(keys, account, counter)
   return after
 end
 
--- Returns the least counter of other tenants than this account's, of members that begin in this way; nil if there are none.
+-- Returns the least counter of tenants other than this account's, among members that begin like this; nil if there are none.
 local function least_of_others(keys, start, account)
   local tenant, low, high = string.sub(account, 9), '[' .. start, '(' .. start .. 'g'
   for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, high, 'LIMIT', 0, 2)) do
@@ -207,7 +207,7 @@ local function least_of_others(keys, start, account)
   end
 end
 
--- Returns the counter at which an account begins to wait in a lane: that of others there, else of others in any lane.
+-- Returns the counter at which an account begins to wait in a lane: the least of others there, else of others in any lane.
 local function first_counter(keys, lane, account)
   local rank = string.sub(account, 1, 8)
   local least = least_of_others(keys, 't' .. lane .. rank, account) or least_of_others(keys, 'g' .. rank, account)

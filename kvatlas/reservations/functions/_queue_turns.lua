@@ -42,8 +42,8 @@ local function next_waiting(look, line, after)
   end
 end
 
--- Gives a request its places in the order of its lane, and of all lanes. Strings are compared by the server's locale, so ids
--- are compared as digits.
+-- Gives a request its places in the order of its lane, and of all lanes. Strings are compared according to the server's locale,
+-- so ids are compared as digits.
 local function put_in_order(one, counter)
   local rank, tenant = string.sub(one.line, ACCOUNT_AT, ACCOUNT_AT + 7), string.sub(one.line, ACCOUNT_AT + 8)
   local place = one.entry[E_PLACE] .. string.format('%08x%08x%08x%08x', struct.unpack('>I4I4I4I4', one.id))

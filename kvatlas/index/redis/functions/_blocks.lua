@@ -1,4 +1,4 @@
--- Changing many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
+-- Changes many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
 -- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
 -- The side index records which blocks follow which. side: {children = key, parents = key}
@@ -186,7 +186,7 @@ local function bytes_in(sizes, place)
   return sizes[place] or sizes[string.sub(place, 1, 8)] or 0
 end
 
--- Returns {field, block-ms...} of some holders' scopes, without those that are 0.
+-- Returns {field, block-ms...} of some holders' scopes, without zeros.
 local function block_ms_of(k, holders, scope_ids)
   local fields, found = {}, {}
   for _, holder in ipairs(holders) do

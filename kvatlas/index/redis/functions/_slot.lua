@@ -199,7 +199,7 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks the words of a stored digest. If they can't be read, words are returned that no holder can have, so that the next
+-- Unpacks the words of a stored digest. If they can't be read, returns words that no holder can have, so that the next
 -- checkpoint or scrub finds them wrong and a snapshot follows.
 local function unpack_words(packed, count)
   local good, words = pcall(cmsgpack.unpack, packed)
