@@ -32,7 +32,7 @@ class GrantBudget:
         self._limit_bytes = limit_bytes
         self._grants: dict[str, _Grant] = {}
         self._lapsed: dict[str, float] = {}
-        """Workers whose grant ran out, and until when they let others go first."""
+        """By worker whose grant ran out: the time until which others go first."""
         self._others_wait_until_s = 0.0
 
     @property

@@ -365,7 +365,7 @@ class Reservations(Protocol):
         """Renew a router's lease. False if it had expired, and with it every reservation made under it."""
 
     async def end_lease(self, pool_id: str, router_id: str) -> None:
-        """End a router's lease, and its reservations with it."""
+        """End a router's lease and its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """Report workers by id. Reports with a lower incarnation than the last one, and older samples, are late and

@@ -136,8 +136,8 @@ class QueueIsFull(KvatlasError):
 class Turns:
     """The state of a pool's queue for one router. `own`: its requests that wait; `requests`, `tokens`: all that wait.
 
-    `refused`: requests that it added, but that may not wait. `turns`: its requests that may be tried now, each with the workers
-    that it must leave to others. `near`: one of its requests is among those that may be tried soon.
+    `refused`: its new requests that may not wait. `turns`: its requests that may be tried now, each with the workers that it
+    must leave to others. `near`: one of its requests is among those that may be tried soon.
     """
 
     own: int

@@ -213,7 +213,7 @@ class VirtualEngine:
         return Advance(ended_us, first_tokens, finished, events)
 
     def stop(self) -> list[EngineRequest]:
-        """End at once: everything that it holds is lost. Returns its open requests; the cache's events are due."""
+        """End at once: everything that it holds is lost. Returns its open requests; take the cache's events next."""
         lost = [*self.running, *self.waiting]
         for sequence in self.running:
             self.cache.free(sequence.sequence_id)

@@ -290,7 +290,7 @@ class Recount:
         return list(self._counts.values())
 
     async def complete(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """The whole pass at once."""
+        """Do the whole pass at once."""
         while not self.ended:
             await self.part(functions)
         return await self.finish(functions)
