@@ -53,7 +53,7 @@ async def test_usable_ends_at_the_deepest_mark_over_all_parts_of_a_long_prompt()
             "full": "",
             "far": "after that, no group other than full attention holds what it needs to resume",
             "near": "after that, no group other than full attention holds what it needs to resume",
-            "none": "the groups other than full attention nowhere hold what they need to resume",
+            "none": "at no point do the groups other than full attention hold what they need to resume",
         }
         ranking = await router.rank(Prompt.of_tokens(SCOPE, TOKENS))
         assert [result.worker_id for result in ranking] == ["full", "far", "near", "none"]
