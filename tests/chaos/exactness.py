@@ -73,7 +73,9 @@ class Checker:
     async def compare_index(self, under_reporting: Iterable[str] = ()) -> Comparison:
         """Compare the index's current blocks. `under_reporting`: workers whose publishers can't know everything that their
         engine holds."""
-        await anyio.sleep(COMPARE_EVERY_S)  # paced, because a comparison takes time in this process, where the proxies run
+        await anyio.sleep(
+            COMPARE_EVERY_S
+        )  # paced, because a comparison takes time in this process, where the proxies run
         try:
             exported = await self._exported()
             return await self.compare(exported, under_reporting)

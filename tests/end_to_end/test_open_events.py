@@ -181,7 +181,9 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
 
 async def test_the_example_engine_tells_exactly_what_it_holds(nats_client: Client) -> None:
     heads = [list(range(topic * 1_000, topic * 1_000 + 4_096)) for topic in range(6)]
-    prompts = [head[:end] for head in heads for end in (100, 4_096)] + [heads[0][:160]]  # there is space for 4 of these heads
+    prompts = [head[:end] for head in heads for end in (100, 4_096)] + [
+        heads[0][:160]
+    ]  # there is space for 4 of these heads
     lines = "".join(f"{json.dumps(prompt)}\n" for prompt in prompts)
     example = await anyio.run_process([sys.executable, str(ROOT / "examples" / "open_engine.py")], input=lines.encode())
     settings = PublisherSettings(worker_id="w", model_id="m", engine=EngineKind.OPEN)

@@ -106,7 +106,9 @@ async def memory_of_data(store: Store) -> int:
 async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(
     index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scope_registry, "MOST_USED_SCOPES", 0)  # as if the maximum number of names were kept for `usage`
+    monkeypatch.setattr(
+        scope_registry, "MOST_USED_SCOPES", 0
+    )  # as if the maximum number of names were kept for `usage`
     await store.client.config_set("latency-tracking", "no")  # 16 KiB and more when a command is used for the first time
     used: list[tuple[int, int]] = []
     for number in range(WORKERS // AT_ONCE):

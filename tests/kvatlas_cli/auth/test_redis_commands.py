@@ -120,7 +120,9 @@ def test_of_all_commands_a_user_may_call_what_it_needs(
 ) -> None:
     for name, key in KEYS.items():
         may = allowed(guarded_store, user, key)
-        may = {command for command in may - ALWAYS if not command.startswith("command|")}  # they return what COMMAND returns
+        may = {
+            command for command in may - ALWAYS if not command.startswith("command|")
+        }  # they return what COMMAND returns
         assert may == (table[name] | WITHOUT_KEYS[user]) - ALWAYS, name
 
 

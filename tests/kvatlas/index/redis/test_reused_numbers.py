@@ -62,7 +62,9 @@ class World:
             await self.open()
             self.next_server()
         self.owners = [await self.open() for _ in range(2)]
-        for scope in SCOPES:  # so every dump has their texts, which would otherwise come only with a worker's next message
+        for (
+            scope
+        ) in SCOPES:  # so every dump has their texts, which would otherwise come only with a worker's next message
             source = self.sources[0]
             await self.send(source, source.begin(source.incarnation + 1))
             await self.send(source, source.store(scope, pack_hashes(HASHES)))
