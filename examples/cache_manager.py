@@ -22,7 +22,7 @@ SYSTEM_PROMPT = list(range(64))
 
 
 class HitsPerDepth:
-    """A custom eviction policy: of the blocks that were hit least, the deepest goes first."""
+    """A custom eviction policy: the deepest of the least-hit blocks goes first."""
 
     def key(self, use: BlockUse) -> tuple[float, ...]:
         return (use.hits, -use.depth, use.released_at)
