@@ -1,4 +1,4 @@
-"""The request for what a client lacks of an answer, in each of the forms that another engine may need."""
+"""The request for the part of an answer that a client still lacks, in each of the forms that another engine may need."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The usage of a whole answer, of which several engines generated parts."""
+"""The usage of a whole answer that several engines generated in parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -46,8 +46,8 @@ class _Counts:
 @dataclass(slots=True)
 class _Worker:
     """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
-    answers, of which the bad ones are refusals. `ejected_until=None`: not ejected; in the past: half open. `may_probe`:
-    until then, only this router may try it again. `began_at`: when the answer to that attempt began."""
+    answers, counting refusals as bad. `ejected_until=None`: not ejected; in the past: half open. `may_probe`: until then, only
+    this router may try it again. `began_at`: when the answer to that attempt began."""
 
     own: _Counts
     shared: _Counts
@@ -62,14 +62,14 @@ class _Worker:
     resting_until: float = 0.0
 
     def rate(self, now: float) -> tuple[float, float]:
-        """(bad, all) answers, faded."""
+        """(bad, all) answers; older ones count less."""
         self.own.fade(now)
         self.shared.fade(now)
         bad = self.own.bad + self.shared.bad
         return bad, bad + self.own.good + self.shared.good
 
     def refusal_rate(self, now: float) -> tuple[float, float]:
-        """(refused, all) requests, faded."""
+        """(refused, all) requests; older ones count less."""
         self.refusals.fade(now)
         return self.refusals.bad, self.refusals.bad + self.refusals.good
 
@@ -203,7 +203,7 @@ class PoolEjections:
         }
 
     def rate_of(self, worker_id: str, now: float) -> tuple[float, float]:
-        """(bad, all) answers of a worker, faded."""
+        """(bad, all) answers of a worker; older ones count less."""
         return self._worker(worker_id, now).rate(now)
 
     # ------------------------------------------------------------ sharing

@@ -65,7 +65,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """When the engine becomes suspected and stalled. Requests that arrive until `closes_at` can extend both."""
+    """The times at which the engine counts as suspected, then as stalled. Requests that arrive until `closes_at` can extend
+    both."""
 
     closes_at: float
     suspect_at: float

@@ -32,7 +32,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class EngineConnection(asyncio.Protocol):
     """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
     it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `until_closed`: only
-    the connection's end is the answer's. `closed`: no longer usable. `idle_since`: for its owner."""
+    the end of the connection ends the answer. `closed`: no longer usable. `idle_since`: used by its owner."""
 
     __slots__ = (
         "_bare_bytes",

@@ -1,4 +1,4 @@
-"""Faults in a fleet, and their repair, each of which makes alerts fire."""
+"""Faults in a fleet that make alerts fire, and their repair."""
 
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping

@@ -127,7 +127,7 @@ async def test_a_key_that_may_sees_the_decision_for_its_own_tenant(
 
 
 async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Others get them neither to answer nor to tokenize; the worker gets its own tenant's prompts."""
+    """No other worker gets them, whether to answer or to tokenize; that worker gets its own tenant's prompts."""
     for flags in ((), ("on",)):
         async with tenants_fleet(store) as (_, recorder):
             started = guarded_router(valkey_url, tmp_path) if flags else router_process(valkey_url)

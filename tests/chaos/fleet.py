@@ -342,7 +342,7 @@ async def running_fleet(
 
 
 async def _nats_lines(stack: AsyncExitStack, servers: Sequence[EmbeddedServer], name: str) -> list[TcpProxy]:
-    """A process' lines, one to each NATS server."""
+    """A process's lines, one to each NATS server."""
     return [await stack.enter_async_context(TcpProxy(server.port, f"{name} to NATS")) for server in servers]
 
 

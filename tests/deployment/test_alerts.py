@@ -79,7 +79,7 @@ HEALTHY = {
     'kvatlas_gateway_picks_total{by="prompt"}': "0+600x90",
     'kvatlas_gateway_picks_total{by="refused"}': "0+1x90",
 }
-"""A value a minute, for an hour and a half."""
+"""One value per minute, for an hour and a half."""
 
 CAUSES: Mapping[str, Mapping[str, str | None]] = {
     "KvatlasNoIndexer": {"kvatlas_indexer_partitions_owned": None},

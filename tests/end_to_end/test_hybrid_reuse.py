@@ -49,7 +49,7 @@ def prompt_of(ask: Ask, model: str) -> Prompt:
 
 @dataclass
 class RecordedEngine:
-    """One recording's engine with its real sockets, and the sidecar beside it."""
+    """One recording's engine with its real sockets, and its sidecar."""
 
     recording: HybridRecording
     engine: FakeEngine

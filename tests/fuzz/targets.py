@@ -37,7 +37,7 @@ class Targets:
         return [f"{one.name}: {one.log_text()[-1500:]}" for one in self.children if not one.is_running]
 
     def tracebacks(self) -> list[str]:
-        """The first traceback in each process' log."""
+        """The first traceback in each process's log."""
         found = []
         for one in self.children:
             text = one.log_text()

@@ -87,7 +87,7 @@ class Tree:
         return changed
 
     def drop_forgotten(self, random: Random) -> None:
-        """Like the ledger, forget leaves that nobody holds."""
+        """Like the ledger, forget leaves that are not held."""
         for block in reversed(self.blocks[:]):
             held = block.held_by or block in self.held_full or block in self.offloaded
             forgotten = not (block.usable or held or block.children)

@@ -206,7 +206,7 @@ EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
 async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once. Each stream has a pool of its own with two workers, of which the first dies: by SIGKILL, or it stalls."""
+    """All at once. Each stream has its own pool of two workers, the first of which is killed (SIGKILL) or stalls."""
     shorten_bounds(monkeypatch, unknown_s=10.0)
     names = [f"m{number}" for number in range(64)]
     serves: dict[str, Any] = {"adapters": names}  # each of which is a pool
