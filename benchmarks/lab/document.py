@@ -20,8 +20,8 @@ Written by `make lab`; don't edit. Conclusions: [replay](replay.md).
 
 Requests are replayed against simulated engines in virtual time, with kvatlas' real ledger, index, cost model and reservations
 ([how](replay.md)). The engines' step costs are those of a 70-billion-parameter model on four accelerators
-(`benchmarks/lab/grid.py` derives them); for late and lost events, roughly those of an 8-billion-parameter model on one. None
-was measured on a real accelerator. `kvatlas replay --help` explains the policies.
+(`benchmarks/lab/grid.py` derives them); for late and lost events, roughly those of an 8-billion-parameter model on one
+accelerator. None of them was measured on a real accelerator. `kvatlas replay --help` explains the policies.
 """
 _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
