@@ -163,8 +163,10 @@ def lazy_chain(
     A router stops once no worker holds the current chunk, so a long cold prompt is hashed only as far as it matches.
     """
     parent, tokens = lookahead_chain(tokens, lookahead_tokens)
-    for first in range(0, len(tokens) // block_size, chunk_blocks):
-        part = tokens[first * block_size : (first + chunk_blocks) * block_size]
+    blocks = len(tokens) // block_size
+    for first in range(0, blocks, chunk_blocks):
+        end = (first + chunk_blocks) * block_size
+        part = tokens if blocks <= chunk_blocks else tokens[first * block_size : end]
         chunk = extend_chain(part, block_size, parent, extra_keys[first:] if extra_keys else None)
         parent = int.from_bytes(chunk[-HASH_BYTES:], "little")
         yield chunk
