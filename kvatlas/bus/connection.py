@@ -31,7 +31,7 @@ async def connect_nats(
     access = NatsAccess(access) if isinstance(access, str) else access
     try:
         options = access.options()
-    except ValueError as error:  # its message may contain a part of the password
+    except ValueError as error:  # its message may contain part of the password
         raise AccessDenied(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
@@ -86,7 +86,7 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
             name=name,
             allow_reconnect=False,
             max_reconnect_attempts=1,
-            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is accepted
             connect_timeout=2,
             ping_interval=5,
             max_outstanding_pings=2,
@@ -95,6 +95,9 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
         )
     except NoServersError as error:
         raise (failures[-1] if failures else error) from None
+    finally:
+        if not client.is_connected and client._transport is not None:
+            client._transport.close()  # nats-py leaves the socket of a failed attempt to the garbage collector
     client._error_cb = _quiet  # there is no public way to change it
     client.options["allow_reconnect"] = True
     client.options["max_reconnect_attempts"] = -1
