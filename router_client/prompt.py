@@ -24,7 +24,6 @@ from kvatlas.request import (
 )
 from kvatlas.reservations.waiting_request import WaitingRequest
 from kvatlas.validation import DEFAULT_DECODE_TOKENS, MAX_OUTPUT_TOKENS
-from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
 
 
@@ -61,9 +60,8 @@ class Prompt:
     have one `block_size`, and only workers with that block size can hold them. `extra_keys`, for token ids only, has one entry
     per block, so it fits workers of one block size. `media`, for token ids only: images and other items among them, for any
     block size. `block_bytes`: KV bytes of `block_size` tokens, for workers whose fleet record does not say; 0 for unknown;
-    `byte_ends`, if blocks differ: the bytes up to each block's end. `memory`: keeps the hash chains of token ids for the next
-    turn of a conversation; absent: the router client's own. `session_id`: requests of one session keep their worker, if the
-    router's settings say so. `select`: which workers may get the request. `reading`: the request's limits on reading the
+    `byte_ends`, if blocks differ: the bytes up to each block's end. `session_id`: requests of one session keep their worker, if
+    the router's settings say so. `select`: which workers may get the request. `reading`: the request's limits on reading the
     engine's prefix cache.
 
     `output_tokens`: the expected length of the answer; with `output_limits`, only until the router has learned the length
@@ -84,7 +82,6 @@ class Prompt:
     block_bytes: int = 0
     slo: Slo = DEFAULT_SLO
     id: str | None = None
-    memory: ChainCache | None = field(default=None, compare=False, repr=False)
     session_id: str | None = None
     select: Selector | None = None
     reading: CacheReading = ALL_READABLE
@@ -112,7 +109,6 @@ class Prompt:
         output_tokens: int | None = None,
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
-        memory: ChainCache | None = None,
         session_id: str | None = None,
         select: Selector | None = None,
         reading: CacheReading = ALL_READABLE,
@@ -134,7 +130,6 @@ class Prompt:
             output_tokens=DEFAULT_DECODE_TOKENS if output_tokens is None else output_tokens,
             slo=slo,
             id=id,
-            memory=memory,
             session_id=session_id,
             select=select,
             reading=reading,

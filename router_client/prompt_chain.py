@@ -30,9 +30,7 @@ class PromptChain:
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
         self._tokens: Sequence[int] = () if prompt.tokens is None else prompt.tokens
-        if prompt.tokens is not None and prompt.memory is not None and not prompt.extra_keys and not prompt.media:
-            self._pieces = prompt.memory.chain(prompt.tokens, block_size, FIRST_BLOCKS, lookahead_tokens)
-        elif prompt.tokens is not None:
+        if prompt.tokens is not None:
             keys = _extra_keys(prompt, prompt.tokens, block_size, lookahead_tokens)
             self._pieces = lazy_chain(prompt.tokens, block_size, FIRST_BLOCKS, keys, lookahead_tokens)
         elif prompt.block_size == block_size and not lookahead_tokens:

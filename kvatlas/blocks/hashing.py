@@ -20,11 +20,14 @@ engine's, and a block followed by fewer than L tokens has no hash.
 
 The LoRA adapter is not among the extra keys; it is part of the scope. A router that knows a prompt's salt and items
 computes the same hashes.
+
+The chain of plain blocks is computed by `_hash_chain.c` if a C compiler was there when kvatlas was installed. The code here
+computes the same, and all other chains.
 """
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import Any
@@ -33,6 +36,13 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from kvatlas.errors import InvalidValue
+
+_extend_compiled: Callable[[object, int, int | None], bytes | None] | None
+"""Computes what `extend_chain` does for plain blocks, and returns None for any input that is not an ordinary one."""
+try:
+    from kvatlas.blocks._hash_chain import extend as _extend_compiled
+except ImportError:
+    _extend_compiled = None
 
 SEED = 1337
 HASH_BYTES = 8
@@ -44,6 +54,13 @@ ExtraKeys = Sequence[Any] | None
 TokenIds = Sequence[int]
 
 _PAIR = Struct("<QQ")
+_COMPILED_TYPES = (list, array, tuple)
+"""Subclasses, and other sequences, may compute their items."""
+
+
+def is_compiled() -> bool:
+    """True if chains of plain blocks are computed by compiled code."""
+    return _extend_compiled is not None
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
@@ -85,15 +102,19 @@ def extend_chain(
     """
     if block_size < 1:
         raise InvalidValue(f"block size {block_size}; expected at least 1")
+    keyed = extra_keys is not None and any(extra_keys)
+    if _extend_compiled is not None and not keyed and type(tokens) in _COMPILED_TYPES:
+        chain = _extend_compiled(tokens, block_size, parent)
+        if chain is not None:
+            return chain
     count = len(tokens) // block_size
-    if not count:
-        pack_tokens(tokens)
-        return b""
     packed = pack_tokens(tokens)
+    if not count:
+        return b""
     if len(tokens) % block_size:
         packed = packed[: count * block_size * 4]
     blocks = _block_of(4 * block_size).iter_unpack(packed)
-    if extra_keys and any(extra_keys):
+    if extra_keys is not None and keyed:
         keys = [*extra_keys[:count], *[None] * (count - len(extra_keys))]
         return chain_of_local_hashes([_local(block, key) for (block,), key in zip(blocks, keys, strict=True)], parent)
     if parent is None:
@@ -142,8 +163,10 @@ def lazy_chain(
     A router stops once no worker holds the current chunk, so a long cold prompt is hashed only as far as it matches.
     """
     parent, tokens = lookahead_chain(tokens, lookahead_tokens)
-    for first in range(0, len(tokens) // block_size, chunk_blocks):
-        part = tokens[first * block_size : (first + chunk_blocks) * block_size]
+    blocks = len(tokens) // block_size
+    for first in range(0, blocks, chunk_blocks):
+        end = (first + chunk_blocks) * block_size
+        part = tokens if blocks <= chunk_blocks else tokens[first * block_size : end]
         chunk = extend_chain(part, block_size, parent, extra_keys[first:] if extra_keys else None)
         parent = int.from_bytes(chunk[-HASH_BYTES:], "little")
         yield chunk

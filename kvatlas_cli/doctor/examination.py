@@ -9,6 +9,7 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from redis.exceptions import RedisError
 
+from kvatlas.blocks.hashing import is_compiled
 from kvatlas.bus.access import NatsAccess
 from kvatlas.bus.connection import connect_nats
 from kvatlas.bus.stream import StreamInfo, stream_fleet
@@ -32,6 +33,7 @@ from kvatlas_cli.doctor import store as store_checks
 from kvatlas_cli.doctor.certificates import judge_certificates, own_certificates
 from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.doctor.fleets import judge_fleet
+from kvatlas_cli.doctor.hashing import judge_hashing
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, Told
 
 LONGEST_S = 9.0
@@ -134,6 +136,7 @@ async def examine(
             heard = bus.listener.heard if bus is not None else {}
             found += sidecars.judge_status_pages(await sidecars.read_status_pages(status_urls), heard, nats.name)
         found += judge_certificates("this command", own_certificates(nats, redis))
+        found.append(judge_hashing(compiled=is_compiled()))
         of_store: list[Finding] = []
         with anyio.move_on_after(None if wait else max(1.0, order.ends_s - time.monotonic())) as limit:
             await _examine_store(redis, of_store, bus, order, limit)

@@ -138,7 +138,6 @@ class RequestFollower:
         from kvatlas_router.tokens.text_request import Api, TextRequest
         from kvatlas_router.upstream.engine_addresses import AddressPolicy
         from kvatlas_router.upstream.engine_client import EngineClient
-        from router_client.chain_cache import ChainCache
 
         text = TextRequest.parse(Api.CHAT if _CHAT in body else Api.COMPLETIONS, dumps(body).encode())
         members = [one.endpoint for one in fleet.values() if one.routable and one.endpoint.pool_id == scope.pool_id]
@@ -153,7 +152,7 @@ class RequestFollower:
         addresses.update(fleet.values())
         async with EngineClient(addresses, timeout_s=2.0) as client:
             tokenizer = BudgetedTokenizer(EngineTokenizer(client, engines), TokenizerBudget(deadline_ms=2_000))
-            read = await PromptReader(tokenizer, ChainCache(0)).read(text, scope)
+            read = await PromptReader(tokenizer).read(text, scope)
         if read.prompt_tokens is None and read.untokenized != "media" and urls:
             line = f"its token ids are unknown ({read.untokenized}): no engine of {scope.model_id} answered /tokenize"
             return Finding("request.tokens", Level.ERROR, line, "give the token ids instead of the text")

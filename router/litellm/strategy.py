@@ -42,7 +42,6 @@ from kvatlas_router.litellm.deployments import (
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings
 from kvatlas_router.tokens.text_request import Api
-from router_client.chain_cache import ChainCache
 from router_client.client import RouterClient
 from router_client.errors import ClientClosed
 from router_client.learning.timings import Timings
@@ -113,7 +112,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         )  # LiteLLM drops a callback that equals another of its class in all public attributes
         self._router = router
         self._client = client
-        self._prompts = PromptReader(tokenizer, ChainCache(), reading)
+        self._prompts = PromptReader(tokenizer, reading)
         self._scope_of = scope_of
         self._held_s = held_s
 

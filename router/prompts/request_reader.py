@@ -10,7 +10,6 @@ from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.prompt_reader import PromptReader, PromptSettings, RequestPrompt
 from kvatlas_router.tokens.text_request import TextRequest, is_session_id
-from router_client.chain_cache import ChainCache
 from router_client.decision.selector import Selector
 
 
@@ -25,11 +24,10 @@ class RequestReader:
         self,
         catalogue: Catalogue,
         tokenizer: BudgetedTokenizer | None,
-        memory: ChainCache,
         settings: PromptSettings | None = None,
     ) -> None:
         self._catalogue = catalogue
-        self._prompts = PromptReader(tokenizer, memory, settings)
+        self._prompts = PromptReader(tokenizer, settings)
         self._session_headers = dict.fromkeys(name.encode() for name in self._prompts.settings.session_headers)
 
     @property

@@ -25,7 +25,6 @@ from kvatlas_router.tokens.prompt_reader import PromptSettings
 from kvatlas_router.tokens.tokenizer import ThreadedTokenizer, Tokenizer
 from kvatlas_router.upstream.engine_addresses import AddressPolicy
 from kvatlas_router.upstream.engine_client import EngineClient
-from router_client.chain_cache import ChainCache
 from router_client.decision.index_source import open_overlap_index
 from router_client.pricing.overlap import OverlapIndex
 
@@ -79,7 +78,7 @@ async def open_request_source(
         catalogue = Catalogue(read_fleet, short_calls, tenant_id=settings.tenant_id)
         await stack.enter_async_context(catalogue)
         tokenizer = await _open_tokenizer(settings, stack, catalogue, short_calls, tokens)
-        reader = RequestReader(catalogue, tokenizer, ChainCache(), prompts)
+        reader = RequestReader(catalogue, tokenizer, prompts)
         index = await open_answering_index(store, wait=settings.wait, on_wait=_log_wait)
         lookups = await stack.enter_async_context(open_overlap_index(store, index, _replica_settings(settings)))
         stack.enter_context(export_metrics("tokens", tokens))

@@ -9,7 +9,6 @@ from kvatlas.request import DEFAULT_BLOCK_TOKENS, DEFAULT_SLO, Slo
 from kvatlas_router.tokens.budget import BudgetedTokenizer
 from kvatlas_router.tokens.text_request import LETTERS_A_TOKEN, TextRequest
 from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens
-from router_client.chain_cache import ChainCache
 from router_client.prompt import Prompt
 
 MEDIA_TOKENS = 1_000
@@ -41,12 +40,9 @@ class RequestPrompt:
 class PromptReader:
     """Tokenizes requests and turns them into prompts."""
 
-    def __init__(
-        self, tokenizer: BudgetedTokenizer | None, memory: ChainCache, settings: PromptSettings | None = None
-    ) -> None:
+    def __init__(self, tokenizer: BudgetedTokenizer | None, settings: PromptSettings | None = None) -> None:
         self.settings = settings or PromptSettings()
         self._tokenizer = tokenizer
-        self._memory = memory
 
     async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
         """Raises InvalidValue for a request that no engine would accept."""
@@ -76,7 +72,6 @@ class PromptReader:
             output_limits=limits,
             slo=self.settings.slo,
             id=request_id,
-            memory=self._memory,
             session_id=request.session_id,
             reading=request.cache_reading,
         )

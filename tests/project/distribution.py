@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping
 from os import environ
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree, ignore_patterns, which
+from sysconfig import get_config_var, get_path
 from venv import EnvBuilder
 
 ROOT = Path(__file__).parents[2]
-TOP = ("pyproject.toml", "README.md", "LICENSE")
+TOP = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 PACKAGES = {
     "kvatlas": "kvatlas",
     "kvatlas_cli": "kvatlas_cli",
@@ -22,10 +23,11 @@ PACKAGES = {
 """Import name -> folder in the repository."""
 
 
-def run(*words: str | Path, cwd: Path) -> str:
+def run(*words: str | Path, cwd: Path, **variables: str) -> str:
     """Run a program that does not see the checkout, and return its output. Raises AssertionError with the output if it
     fails."""
-    done = subprocess.run(words, cwd=cwd, env=outside(), capture_output=True, text=True, timeout=1_200, check=False)
+    environment = {**outside(), **variables}
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1_200, check=False)
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -40,17 +42,22 @@ def copy_checkout(folder: Path) -> None:
     folder.mkdir()
     for name in TOP:
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    ignored = ignore_patterns("__pycache__", "*.egg-info")
+    ignored = ignore_patterns("__pycache__", "*.egg-info", "*.so")
     for name, source in PACKAGES.items():
         copytree(ROOT / source, folder / source, symlinks=True, ignore=ignored)
         if name != source:
             (folder / name).symlink_to((ROOT / name).readlink())
 
 
-def build(kind: str, source: Path, into: Path) -> Path:
+def has_compiler() -> bool:
+    """True if a C extension can be built here."""
+    return which(get_config_var("CC").split()[0]) is not None and Path(get_path("include"), "Python.h").exists()
+
+
+def build(kind: str, source: Path, into: Path, **variables: str) -> Path:
     """Build the `wheel` or `sdist` of a folder with this environment's setuptools."""
     script = f"import sys, setuptools.build_meta as backend; print(backend.build_{kind}(sys.argv[1]))"
-    name = run(sys.executable, "-c", script, str(into), cwd=source).splitlines()[-1]
+    name = run(sys.executable, "-c", script, str(into), cwd=source, **variables).splitlines()[-1]
     return into / name
 
 

@@ -4,6 +4,7 @@
 """
 
 import re
+import sys
 import tarfile
 from dataclasses import dataclass
 from email.parser import Parser
@@ -13,8 +14,18 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.project.distribution import PACKAGES, ROOT, build, copy_checkout, install, make_environment, run
+from tests.project.distribution import (
+    PACKAGES,
+    ROOT,
+    build,
+    copy_checkout,
+    has_compiler,
+    install,
+    make_environment,
+    run,
+)
 
+COMPILED = "kvatlas/blocks/_hash_chain.abi3.so"
 DATA = {".lua", ".proto", ".pyi", ".html", ".css", ".js", ".typed"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 IMPORT = re.compile(
@@ -71,9 +82,9 @@ def test_the_wheel_has_every_file_of_the_packages(built: Distribution) -> None:
         f"{name}/{path.relative_to(ROOT / folder)}"
         for name, folder in PACKAGES.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
-    assert {name for name in files(built.wheel) if ".dist-info/" not in name} == expected
+    assert {name for name in files(built.wheel) if ".dist-info/" not in name} - {COMPILED} == expected
     assert {Path(name).suffix for name in expected} >= DATA
     assert {f"{name}/py.typed" for name in PACKAGES} <= expected
 
@@ -84,6 +95,26 @@ def test_the_sdist_has_real_files_and_builds_the_same_wheel(built: Distribution)
     assert not any(path.is_symlink() for path in built.sdist_folder.rglob("*"))
     assert all((built.sdist_folder / name / "__init__.py").is_file() for name in PACKAGES)
     assert built.wheel_of_sdist.name == built.wheel.name and files(built.wheel_of_sdist) == files(built.wheel)
+
+
+IMPLEMENTATION = "from kvatlas.blocks import hashing as h; print(h.is_compiled(), h.extend_chain(range(1, 9), 4).hex())"
+CHAIN = "5cca2dfbd7e438cb3d3c6d9d37b2a244"
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler, or no headers of Python")
+def test_the_wheel_has_the_compiled_chain_for_every_later_python(
+    built: Distribution, python: Path, tmp_path: Path
+) -> None:
+    assert COMPILED in files(built.wheel) and "-cp311-abi3-linux" in built.wheel.name
+    assert run(python, "-c", IMPLEMENTATION, cwd=tmp_path).split() == ["True", CHAIN]
+
+
+def test_without_a_compiler_the_wheel_is_built_and_computes_the_same_in_python(tmp_path: Path) -> None:
+    copy_checkout(tmp_path / "checkout")
+    wheel = build("wheel", tmp_path / "checkout", tmp_path, CC="false")
+    assert COMPILED not in files(wheel)
+    script = f"import sys; sys.path.insert(0, {str(wheel)!r}); {IMPLEMENTATION}"
+    assert run(sys.executable, "-c", script, cwd=tmp_path).split() == ["False", CHAIN]
 
 
 def test_the_metadata_say_what_it_is_and_under_which_license(built: Distribution) -> None:

@@ -33,7 +33,6 @@ from router_client import (
     StaticFleet,
     Unreachable,
 )
-from router_client.chain_cache import PIECE_BLOCKS, ChainCache
 from tests.eventually import until
 from tests.router_client.pools import FETCH_BY, PEER, SCOPE, CountingFleet, CountingIndex, hold, pool, worker
 
@@ -71,20 +70,6 @@ async def test_the_client_finds_the_holders_of_a_block_and_of_those_behind_it() 
     assert [(one.sequence_hash, one.worker_id) for one in await router.children(SCOPE, first)] == [(second, "a")]
     with pytest.raises(NotSupported, match="CountingIndex: it answers overlaps only"):
         await RouterClient(CountingIndex(index), StaticFleet({})).locate(SCOPE, first)
-
-
-async def test_a_client_hashes_the_common_start_of_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = ChainCache()
-    monkeypatch.setattr("router_client.client.ChainCache", lambda: memory)
-    router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w"))), RouterSettings(deadline_ms=None))
-    await router.reserve(Prompt.of_tokens(SCOPE, range(16 * 500)), dry_run=True)
-    assert memory.hashed_blocks == 500
-    longer = Prompt.of_tokens(SCOPE, range(16 * 520))
-    await router.reserve(longer, dry_run=True)
-    assert memory.hashed_blocks <= 500 + 20 + PIECE_BLOCKS
-    of_their_own = ChainCache()
-    await router.reserve(replace(longer, memory=of_their_own), dry_run=True)
-    assert (of_their_own.hashed_blocks, memory.hashed_blocks <= 500 + 20 + PIECE_BLOCKS) == (520, True)
 
 
 async def test_a_choice_can_be_carried_out() -> None:

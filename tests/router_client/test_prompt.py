@@ -13,7 +13,6 @@ from kvatlas.blocks.media import MediaItem
 from kvatlas.errors import InvalidValue
 from kvatlas.request import Fallbacks, RequestHints, RequestShape
 from router_client import Prompt, Slo
-from router_client.chain_cache import ChainCache
 from router_client.prompt_chain import FIRST_BLOCKS, GROWTH, PromptChain
 from tests.router_client.pools import SCOPE
 
@@ -167,7 +166,7 @@ def test_images_are_in_the_chain_of_each_block_size_behind_them_the_salt() -> No
         32: [[["a", 20], "salt"], [["a", -12]]],
     }
     for size, expected in keys.items():
-        prompt = Prompt.of_tokens(SCOPE, TOKENS, media=items, extra_keys=(("salt",),), memory=ChainCache())
+        prompt = Prompt.of_tokens(SCOPE, TOKENS, media=items, extra_keys=(("salt",),))
         assert PromptChain(prompt, size).all_hashes() == extend_chain(TOKENS, size, None, expected)
     ahead = PromptChain(Prompt.of_tokens(SCOPE, TOKENS, media=items), 16, lookahead_tokens=4)
     plain = PromptChain(Prompt.of_tokens(SCOPE, TOKENS), 16, lookahead_tokens=4)

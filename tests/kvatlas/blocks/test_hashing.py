@@ -1,8 +1,8 @@
-"""The hash chain: check vectors, edges, refused tokens, laziness."""
+"""The hash chain: check vectors, edges, refused tokens, laziness. Each test runs with the compiled code and without it."""
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgpack
@@ -11,6 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.blocks import hashing
 from kvatlas.blocks.hashing import (
     HASH_BYTES,
     MAX_TOKEN_ID,
@@ -28,6 +29,17 @@ from tests.kvatlas.strategies import hash_values, token_ids
 
 prompts = st.lists(token_ids, max_size=80)
 sizes = st.integers(1, 17)
+
+
+@pytest.fixture(scope="module", params=["compiled", "Python"], autouse=True)
+def code(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with both."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "Python":
+            patch.setattr(hashing, "_extend_compiled", None)
+        elif not hashing.is_compiled():
+            pytest.skip("kvatlas was installed without a C compiler")
+        yield
 
 
 @given(prompts, sizes, st.integers(1, 4))

@@ -5,6 +5,7 @@ import json
 import anyio
 import pytest
 
+from kvatlas.blocks.hashing import is_compiled
 from kvatlas.identity import pool_id
 from kvatlas.predictions.store import read_stored_reports
 from kvatlas_cli.doctor import Finding, Level, examine
@@ -38,8 +39,10 @@ async def test_a_healthy_installation_has_no_problems(installation: Installation
         assert code == 0 and {check: level for check, level in levels.items() if level != "ok"} == {
             "store.memory": "info",
             "routers.proof": "info",
+            **({} if is_compiled() else {"installation.hashing": "info"}),
         }
         assert {"workers.heartbeats", "workers.index", "indexers.leases", "routers.answers", "clocks"} <= levels.keys()
+        assert "installation.hashing" in levels
 
 
 async def test_nothing_is_wrong_while_indexers_and_workers_are_replaced(installation: Installation) -> None:

@@ -6,7 +6,6 @@ from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.prompts.request_reader import RequestReader
 from kvatlas_router.tenancy.caller import ANYBODY, Caller
 from kvatlas_router.tokens.text_request import Api, TextRequest
-from router_client.chain_cache import ChainCache
 from tests.router.prompts.test_catalogue import Fleet
 from tests.router.proxy.engines import MODEL, SCOPE
 from tests.router.upstream.nearby_engines import engine_client
@@ -20,7 +19,7 @@ async def test_every_prompt_is_its_programs(caller: Caller, program: str) -> Non
     fleet.open.set()
     text = TextRequest.of(Api.COMPLETIONS, {"model": MODEL, "prompt": [1, 2, 3]})
     async with engine_client() as client:
-        reader = RequestReader(Catalogue(fleet.read, client), None, ChainCache())
+        reader = RequestReader(Catalogue(fleet.read, client), None)
         prompts = [
             await reader.read(text, None, caller),
             await reader.read_length(MODEL, 100, None, caller),

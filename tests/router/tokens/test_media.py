@@ -25,7 +25,6 @@ from kvatlas_router.tokens.chat_template import ChatTemplate
 from kvatlas_router.tokens.engine_tokenizer import EngineTokenizer
 from kvatlas_router.tokens.local_tokenizer import LocalTokenizer
 from kvatlas_router.tokens.prompt_reader import MEDIA_TOKENS, PromptReader
-from router_client.chain_cache import ChainCache
 from tests.router.tokens.small_model import CHATML, trained
 from tests.router.upstream.nearby_engines import engine_client
 
@@ -222,11 +221,11 @@ async def test_a_prompt_has_its_images_or_ends_before_the_first_with_its_length_
     media = [MediaItem(NAME, 5, 20)]
     budget = TokenizerBudget(deadline_ms=20_000)
     whole = BudgetedTokenizer(Fixed(PromptTokens([1, 2, 3], media)), budget)
-    read = await PromptReader(whole, ChainCache()).read(request, scope)
+    read = await PromptReader(whole).read(request, scope)
     assert (read.prompt_tokens, read.prompt.media, read.prompt.is_whole) == (3, media, True)
     assert read.prompt.extra_keys == (None if salt is None else ((salt,),))
     cut = BudgetedTokenizer(Fixed(PromptTokens([1, 2, 3], cut=True)), budget)
-    read = await PromptReader(cut, ChainCache()).read(request, scope)
+    read = await PromptReader(cut).read(request, scope)
     assert (read.prompt_tokens, read.untokenized, list(read.prompt.tokens or ())) == (None, "media", [1, 2, 3])
     assert read.prompt.input_tokens > MEDIA_TOKENS and not read.prompt.is_whole
     with pytest.raises(CannotTokenize, match="more than text"):
