@@ -45,7 +45,7 @@ class LateLoop:
     def __init__(self, at_ms: float, by_ms: float) -> None:
         self._at_ns, self._by_ns = at_ms * 1e6, int(by_ms * 1e6)
 
-    def watch(self, watcher: object) -> None:
+    def watch(self) -> None:
         """It always is."""
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
