@@ -28,7 +28,8 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
     """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large body."""
     check_size(body)
     try:
-        encoding = json.detect_encoding(body)
+        plain = body[:1] == b"{" and body[1:2] > b"\0"  # as almost always
+        encoding = "utf-8" if plain else json.detect_encoding(body)
         if encoding == "utf-8" and (decoded := decode_strictly(body)) is not None:
             return _checked(decoded, body.count(b"[") + body.count(b"{")), body
         text = body.decode(encoding)
