@@ -132,6 +132,11 @@ class EngineConnection(asyncio.Protocol):
             self._transport.resume_reading()
         return part
 
+    @property
+    def is_read(self) -> bool:
+        """True if the whole answer has arrived and was read."""
+        return self.done and not self._parts
+
     def can_be_kept(self) -> bool:
         """True if another request may follow. None may after an answer whose unread rest stopped the reading."""
         if self.closed or self._paused or not self.done:
