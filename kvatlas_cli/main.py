@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _skip_imports(argv: Sequence[str]) -> None:
     """Avoid imports of installed packages that this process does not use."""
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it looks through all installed packages: 2 MiB
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # searching all installed packages costs 2 MiB
     # imported by httpx, whose own command it is, with pygments: 3.5 MiB
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # importing it fails, as if it were absent
     given = [*argv, *(f"{name} {text}" for name, text in _variables())]

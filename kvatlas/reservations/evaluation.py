@@ -68,8 +68,8 @@ class Candidates(NamedTuple):
         members: Mapping[str, tuple[bytes, Limit]],
         depths: Mapping[LookupChain, Mapping[str, int]] = MappingProxyType({}),
     ) -> "Candidates":
-        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks of each
-        chain of its lookup workers hold. Raises LookAlikesUnknown."""
+        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks the
+        workers hold of each chain of its lookup. Raises LookAlikesUnknown."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
         limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         held_tokens: list[int] = []
@@ -124,7 +124,7 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
 
 
 def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
-    """The first of the sources that are free, otherwise the one that becomes free first; None without any."""
+    """The first free source, otherwise the one that becomes free first; None if there are no sources."""
     if fetching is None:
         return None
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
@@ -133,7 +133,7 @@ def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now
 def evaluate(
     ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
 ) -> Evaluation:
-    """Choose the cheapest candidate, or pair; no source is busy. `loads` has every candidate."""
+    """Choose the cheapest candidate, or pair, as if no source were busy. `loads` has every candidate."""
     offers = candidates.offers
     mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
     kinds = {offer.worker_id: offer.kind for offer in offers}

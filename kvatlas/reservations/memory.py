@@ -44,7 +44,7 @@ CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` returns microseconds. `index`: where asks with a lookup look."""
+    """See `Reservations`. `clock_us` returns microseconds. `index`: read by asks with a lookup."""
 
     fed_by_indexer = False
 
@@ -214,7 +214,7 @@ class MemoryReservations:
         return {chain: (await self._index.overlap(scope, chain.hashes)).runs_by_worker() for chain in chains}
 
     def _evaluate(self, pool: MemoryPool, ask: Ask, now: int, held: HeldBlocks) -> tuple[Evaluation, dict[bytes, int]]:
-        """The evaluation, and for each prediction that shares a prefix with the prompt the steps held with it."""
+        """The evaluation, and, for each prediction that shares a prefix with the prompt, the number of steps held with it."""
         members = (
             {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.look_alikes else {}
         )
@@ -251,7 +251,8 @@ class MemoryReservations:
         return replace(found, source=source), matches
 
     def _take_turn(self, pool: MemoryPool, booking: Booking, now: int) -> frozenset[str]:
-        """The workers that a request must leave to others. Raises MustWait, also if it is not its turn, and QueueIsFull."""
+        """The workers that a request must leave to others. Raises MustWait (including if it is not its turn) and
+        QueueIsFull."""
         waiting, queue = booking.waiting, pool.queue
         if waiting is None or not waiting.may_wait or not queue:
             return frozenset()

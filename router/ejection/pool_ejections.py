@@ -1,11 +1,11 @@
 """Finds the workers of a pool that fail while the others don't. Pure: takes answers, returns workers to avoid.
 
 A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with HALF_LIFE_S), these are at least RATE
-of its answers, and that is WORSE times the rate of the rest of the pool: requests that fail everywhere prove nothing about a
-worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes. After an
-ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the worker is
-readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer begins every
-answer normally. Never more than SHARE of the candidates are avoided because of failures.
+of its answers, and that rate is at least WORSE times that of the rest of the pool: requests that fail everywhere prove nothing
+about a worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes.
+After an ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the
+worker is readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer
+begins every answer normally. Never more than SHARE of the candidates are avoided because of failures.
 
 Refusals (a 400) are mostly the request's own fault, and don't count as failures. They are counted separately: a refusal is
 doubtful if its worker is ejected, or refuses so much more often than the others that it would be ejected for as many failures.

@@ -134,7 +134,7 @@ class ClientRequest:
             await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
 
     async def send_part(self, body: bytes) -> None:
-        """Send a part of the body; more follows. Of an event stream whose counts the client may not see, whole events."""
+        """Send a part of the body; more follows. If the client may not see counts in an event stream: only whole events."""
         if self.events and not self.shows_cached:
             body = events_without_cached_counts(body)
         self.sent_bytes += len(body)
@@ -151,8 +151,8 @@ class ClientRequest:
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
     async def end_failed(self, error: EngineError, rest: bytes) -> None:
-        """End a stream with the rest of what the engine sent, the error in it. If the client would not see it, repeat it in its
-        protocol's form."""
+        """End a stream with the rest of what the engine sent, including the error. If the client would not see that error,
+        repeat it in its protocol's form."""
         if is_seen(self.for_engine.path, error):
             await self.send({"type": "http.response.body", "body": rest})
         else:
@@ -218,7 +218,7 @@ class ClientRequest:
 
     @property
     def is_trusted(self) -> bool:
-        """True for any sender without a clients file, otherwise only for a gateway."""
+        """True for any sender if there is no clients file, otherwise only for a gateway."""
         return self.caller.is_front or not self.caller.is_proven
 
     def trusted_header(self, name: bytes) -> str | None:

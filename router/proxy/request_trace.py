@@ -62,7 +62,7 @@ def engine_span(request: EngineRequest, choice: Choice, model: str | None = None
 
 
 def trace_headers(span: Span | None = None) -> Mapping[str, str]:
-    """Headers that continue a span, or the current one. None while tracing is off, when the caller's own are forwarded."""
+    """Headers that continue a span, or the current one. Empty while tracing is off: the caller's own are then forwarded."""
     headers: dict[str, str] = {}
     if tracing_enabled():
         recording = span is not None and span.is_recording()

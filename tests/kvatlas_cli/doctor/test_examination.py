@@ -56,7 +56,7 @@ async def test_nothing_is_wrong_while_indexers_and_workers_are_replaced(installa
         async with installation.replicas("b"), installation.worker("w2"):
             await look()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(look)  # b has given its partitions up, and w2 drained
+            tasks.start_soon(look)  # b has given up its partitions, and w2 has drained
             async with installation.replicas("c"), installation.worker("w2"):
                 tasks.start_soon(look)
                 await until(lambda: rolled == 3, deadline_s=60, what="it looked while they were replaced")
