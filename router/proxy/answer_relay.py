@@ -118,8 +118,7 @@ class AnswerRelay:
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
         """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`. The caller
-        enters the result at once.
-        `may_move`: see `SentAttempt`. `continued`: its answer, as far as it exists."""
+        enters the result at once. `may_move`: see `SentAttempt`. `continued`: its answer, as far as it exists."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
