@@ -50,6 +50,8 @@ class EngineAccess:
 
     def key_of(self, worker_id: str) -> str | None:
         """The key of the worker, of its instance if it is a rank, or of all engines."""
+        if not self.keys:
+            return self.key
         instance = _RANK.sub("", worker_id)
         return self.keys.get(worker_id) or self.keys.get(instance) or self.key
 

@@ -93,10 +93,12 @@ def run(argv: Sequence[str]) -> int:
 def _skip_imports(argv: Sequence[str]) -> None:
     """Avoid imports of installed packages that this process does not use."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # searching all installed packages costs 2 MiB
+    # imported by httpx, whose own command it is, with pygments: 3.5 MiB
+    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # importing it fails, as if it were absent
     given = [*argv, *(f"{name} {text}" for name, text in _variables())]
     if not any(word in text.lower() for text in given for word in _MAY_NEED_WEBSOCKETS):
         # imported by nats-py, only for ws:// addresses: 10 MiB and 0.3 s of processor time
-        sys.modules.setdefault("aiohttp", None)  # type: ignore[arg-type]  # importing it fails, as if it were absent
+        sys.modules.setdefault("aiohttp", None)  # type: ignore[arg-type]
 
 
 def _variables() -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from httptools import HttpParserCallbackError, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvatlas.http.access import MOST_HEADER_BYTES, HttpAccess
+from kvatlas.http.answer_transport import AnswerTransport
 from kvatlas.http.chunked_body import ChunkedBody
 from kvatlas.http.connection_shares import Closable, ConnectionShares, Place
 from kvatlas.http.counters import HttpCounters
@@ -243,6 +244,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.transport = AnswerTransport(self.transport, self.loop)  # type: ignore[assignment]
         self._departure = cycle.scope[ON_LEAVE] = Departure()  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = WithoutChunks(app, cycle)

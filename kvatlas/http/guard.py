@@ -8,6 +8,7 @@ import hmac
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -80,12 +81,12 @@ class HttpBorder:
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = {}
-        head_bytes, hosts = len(scope["raw_path"]), 0
-        for name, value in scope["headers"]:
-            headers[name] = value
-            head_bytes += len(name) + len(value)
-            hosts += name == b"host"
+        listed: list[tuple[bytes, bytes]] = scope["headers"]
+        headers = dict(listed)
+        head_bytes = len(scope["raw_path"]) + sum(map(len, chain.from_iterable(listed)))
+        hosts = int(b"host" in headers)
+        if len(headers) < len(listed):
+            hosts = sum(name == b"host" for name, _ in listed)
         if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
             self._counters.framing += 1
             line = f"the request has {hosts} Host headers; expected one"

@@ -146,7 +146,7 @@ class RequestFollower:
             text = replace(text, kind=EngineKind.SGLANG)
 
         async def engines(_: TextRequest) -> Sequence[str]:
-            return [url for url in urls if url]
+            return [url.rstrip("/") for url in urls if url]
 
         addresses = AddressPolicy(("*",), near=True, access=self._access)
         addresses.update(fleet.values())

@@ -136,4 +136,7 @@ def is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 def header_value(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
     """The header's first value, in lower case; empty if absent."""
-    return next((value.strip().lower() for each, value in headers if each.lower() == name), b"")
+    for each, value in headers:
+        if each.lower() == name:
+            return value.strip().lower()
+    return b""

@@ -216,7 +216,7 @@ class EngineProgress:
 
     @property
     def is_stalled(self) -> bool:
-        return self.state in (State.STALLED, State.PROBING)
+        return self.stalled_at is not None
 
     def refuses(self, now: float) -> bool:
         """True if it should get no request now."""

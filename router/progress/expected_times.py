@@ -70,7 +70,9 @@ class ExpectedTimes:
 
     def add(self, kind: str, predicted_s: float | None, measured_s: float) -> bool:
         """Record the time to an answer's first byte. True if the kind's times are known from now on."""
-        ratio = self._ratios.setdefault(kind, _Ratio())
+        ratio = self._ratios.get(kind)
+        if ratio is None:
+            ratio = self._ratios[kind] = _Ratio()
         ratio.add(math.log(max(measured_s, 1e-4) / _bounded(predicted_s)))
         return ratio.answers == ENOUGH
 

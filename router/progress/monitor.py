@@ -15,6 +15,7 @@ from kvatlas.store.connection import reason
 from kvatlas.store.deadline import STORE_FAILURES
 from kvatlas.telemetry import export_metrics
 from kvatlas.telemetry.metric_export import MetricSource
+from kvatlas_router.progress import expected_times
 from kvatlas_router.progress.engine_progress import EngineProgress, Probe, State
 from kvatlas_router.progress.expected_times import ExpectedTimes
 from kvatlas_router.progress.watched_attempt import SentAttempt, WatchedAttempt
@@ -115,10 +116,13 @@ class ProgressMonitor:
         sent, engine, now = watched.sent, self._engines.get(watched.sent.worker_id), self._clock()
         if engine is None or not sent.computes:
             return
+        progress = engine.progress
+        quiet_s = 0.0 if progress.is_stalled else progress.quiet_s(now)
+        first_s = progress.receive(id(watched), now)
+        if first_s is None and quiet_s < expected_times.LEAST_SUSPECT_S:
+            return  # almost always
         times = self._times_of(sent.pool_id)
-        if not engine.progress.is_stalled:
-            times.add_silence(engine.progress.quiet_s(now), now)
-        first_s = engine.progress.receive(id(watched), now)
+        times.add_silence(quiet_s, now)
         if first_s is not None and times.add(sent.kind, sent.predicted_s, first_s):
             self._renew_bounds(sent.pool_id, times, now)
 

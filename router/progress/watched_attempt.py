@@ -96,8 +96,13 @@ class WatchedAttempt:
         self.end()
 
 
+_MAY_BE_A_COMMENT = b": \t\n\r\x0b\x0c"
+
+
 def is_computed(part: bytes) -> bool:
     """False if the part has only event-stream comments, which servers send to keep a connection open."""
+    if part[:1] not in _MAY_BE_A_COMMENT:
+        return True
     if not part.lstrip().startswith(b":"):
         return bool(part.strip())
     return any(line and not line.startswith(b":") for line in part.splitlines())

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, FleetRecord
@@ -99,7 +100,7 @@ class Catalogue:
             served = self._remember((name, seen_by), served)
         if served is None:
             return None
-        return Scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
+        return _scope(served.model_id, served.tokenizer_id, served.adapter_id, tenant_id or self.tenant_id)
 
     async def unfit_for(self, name: str | None, *, seen_by: str | None = None) -> Mapping[str, str]:
         """Workers in the name's pool that don't serve it, each with the reason; empty if none is known to serve it."""
@@ -107,8 +108,8 @@ class Catalogue:
         return {} if name is None or served is None else self._unfit_for(served, name)
 
     async def engines_of(self, request: TextRequest) -> Sequence[str]:
-        """Base URLs of the engines that serve a request's model in its scope now, and may see its tenant's prompts; empty
-        while its scope is not known."""
+        """Base URLs, without a slash at the end, of the engines that serve a request's model in its scope now, and may see its
+        tenant's prompts; empty while its scope is not known."""
         await self._read_records()
         scope, records = request.scope, self._current()
         if scope is None:
@@ -119,7 +120,7 @@ class Catalogue:
             served = ServedModel(scope.model_id, scope.tokenizer_id, scope.adapter_id)
             unfit = {} if request.model is None else self._unfit_for(served, request.model)
             urls = {
-                record.endpoint.url
+                record.endpoint.url.rstrip("/")
                 for id, record in records.items()
                 if record.routable
                 and record.endpoint.pool_id == pool_id
@@ -359,6 +360,10 @@ class Catalogue:
         self._read = None
         if not read.cancelled():
             read.exception()  # otherwise asyncio logs that it was never retrieved
+
+
+_scope = lru_cache(maxsize=MOST_TENANTS)(Scope)
+"""Makes a scope, or returns it as last made."""
 
 
 def _seen_by(tenant_id: str | None, records: Collection[FleetRecord]) -> Collection[FleetRecord]:

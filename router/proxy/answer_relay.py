@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from kvatlas_router.proxy.headers import for_engine
 from kvatlas_router.proxy.predicted_attempt import sent_attempt
 from kvatlas_router.proxy.reported_usage import timings_of, usage_fields, usage_of_body, usage_of_one_answer
 from kvatlas_router.proxy.request_trace import (
-    describe_engine_answer,
     describe_first_token,
     describe_usage,
     engine_span,
@@ -118,8 +117,8 @@ class AnswerRelay:
         may_move: Callable[[frozenset[str], bool], bool],
         continued: ContinuedAnswer,
     ) -> AbstractAsyncContextManager[Answer]:
-        """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`.
-        `may_move`: see `SentAttempt`. `continued`: its answer, as far as it exists."""
+        """Send a request to the chosen engine, or to both engines of a pair; see `EngineAttempt` and `send_to_pair`. The caller
+        enters the result at once. `may_move`: see `SentAttempt`. `continued`: its answer, as far as it exists."""
         to_engine, text = request.for_engine, request.text
         if (rest := continued.next_request) is not None:
             text = rest
@@ -140,28 +139,25 @@ class AnswerRelay:
         if text is not None:
             if self._priorities and choice.kind is EngineKind.VLLM:
                 fields |= _priority_field(request, text, choice)
-            body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
-            to_engine = replace(to_engine, body=body)
+            if fields or fetch:
+                body = replace_fields(text.body, to_engine.body, {**fields, **fetch})
+                to_engine = replace(to_engine, body=body)
         return self._send(request, may_move, choice, to_engine)
 
-    @asynccontextmanager
-    async def _send(
+    def _send(
         self,
         request: ClientRequest,
         may_move: Callable[[frozenset[str], bool], bool],
         choice: Choice,
         to_engine: EngineRequest,
-    ) -> AsyncIterator[Answer]:
+    ) -> EngineAttempt:
+        span = engine_span(to_engine, choice, request.model)
         credentials = self._addresses.sends_credentials(choice.url)
-        with engine_span(to_engine, choice, request.model) as span:
-            added = {**trace_headers(span), **choice.headers}
-            of_tenant = not request.is_trusted
-            headers = for_engine(request.headers, added, credentials=credentials, of_tenant=of_tenant)
-            sent = sent_attempt(choice, to_engine.path, request.text, may_move)
-            watched = self._progress.send(sent, asyncio.current_task())
-            async with EngineAttempt(self._engines, watched, choice.url, to_engine, headers) as answer:
-                describe_engine_answer(span, answer.status)
-                yield replace(answer, span=span) if span.is_recording() else answer
+        added = {**trace_headers(span), **choice.headers}
+        headers = for_engine(request.headers, added, credentials=credentials, of_tenant=not request.is_trusted)
+        sent = sent_attempt(choice, to_engine.path, request.text, may_move)
+        watched = self._progress.send(sent, asyncio.current_task())
+        return EngineAttempt(self._engines, watched, choice.url, to_engine, headers, span)
 
     async def open(
         self,

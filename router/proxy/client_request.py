@@ -115,8 +115,10 @@ class ClientRequest:
             self.status, self.first_byte_ns = message["status"], time.perf_counter_ns()
             self.events = can_be_read(message["headers"])
         else:
-            message["body"] = self._of_client(message.get("body", b""))
-            self.sent_bytes += len(message["body"])
+            body = message.get("body", b"")
+            if self.events and not self.shows_cached:
+                message["body"] = body = events_without_cached_counts(body)
+            self.sent_bytes += len(body)
             if not message.get("more_body", False):
                 self.complete = True
         await self.to_client(message)
@@ -132,8 +134,9 @@ class ClientRequest:
             await self.send_part(b": " + header[0] + b": " + header[1] + b"\n\n")
 
     async def send_part(self, body: bytes) -> None:
-        """Send a part of the body; more follows."""
-        body = self._of_client(body)
+        """Send a part of the body; more follows. If the client may not see counts in an event stream: only whole events."""
+        if self.events and not self.shows_cached:
+            body = events_without_cached_counts(body)
         self.sent_bytes += len(body)
         await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -180,10 +183,6 @@ class ClientRequest:
         event = error_event(path, error_body(path, kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
-
-    def _of_client(self, part: bytes) -> bytes:
-        """The part of the body as the client may see it; for an event stream, only whole events."""
-        return part if self.shows_cached or not self.events else events_without_cached_counts(part)
 
     def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
         """Headers that explain the choice, if the client may see them, including the queue's header if the request waited."""
@@ -246,7 +245,10 @@ class ClientRequest:
 
     def header(self, name: bytes) -> str | None:
         """A header's value, by its name in lower case; None if absent or empty."""
-        return next((value.decode("latin-1") for header, value in self.headers if header == name and value), None)
+        for header, value in self.headers:
+            if header == name and value:
+                return value.decode("latin-1")
+        return None
 
 
 async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -> None:

@@ -97,19 +97,19 @@ async def read_call(
     if is_large(body):
         return EngineCall(await find_model(body, of_tenant=of_tenant) or _model_in_query(query), body, letters)
     decoded, body = read_object(body)
-    withdrawn = withdraw_transfer_fields(decoded)
-    body, decoded = replace_fields(decoded, body, withdrawn), {**decoded, **withdrawn}
+    if withdrawn := withdraw_transfer_fields(decoded):
+        body, decoded = replace_fields(decoded, body, withdrawn), {**decoded, **withdrawn}
     if of_tenant:
         decoded, body = withhold_from_tenants(path, body, decoded)
     has_embeddings_only = decoded.get("prompt_embeds") and not decoded.get("prompt")  # vLLM's
-    reads = method == "POST" and path in _APIS and not has_embeddings_only
-    if reads and (text := _read_text(Api(path), decoded)) is not None:
+    api = _APIS.get(path) if method == "POST" and not has_embeddings_only else None
+    if api is not None and (text := _read_text(api, decoded)) is not None:
         return EngineCall(text.model, body, text=text)
     named = decoded.get("model")
     return EngineCall(named if isinstance(named, str) and named else _model_in_query(query), body, letters)
 
 
-_APIS = frozenset(api.value for api in Api)
+_APIS = {api.value: api for api in Api}
 
 
 def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:

@@ -1,7 +1,7 @@
 """Selects the headers forwarded to engines and back, and builds the decision header."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvatlas_router.admission.queue import Wait
 from kvatlas_router.disaggregation.kv_sources import fetch_of
@@ -53,10 +53,17 @@ _ANSWER_OWN = {
     b"set-cookie",
 }
 _OUR_PREFIX = b"x-kvatlas-"
+_LEFT_OUT = {
+    (credentials, of_tenant): frozenset(
+        _REQUEST_OWN | (set() if credentials else _CREDENTIALS) | (TENANTS_HEADERS if of_tenant else set())
+    )
+    for credentials in (False, True)
+    for of_tenant in (False, True)
+}
 
 
 def for_engine(
-    headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool, of_tenant: bool = False
+    headers: RawHeaders, added: Mapping[str, str], *, credentials: bool, of_tenant: bool = False
 ) -> list[tuple[bytes, bytes]]:
     """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's. `of_tenant`:
     leave out what tenants' clients may not say. What only routers read (hints, a tenant) reaches no engine.
@@ -64,35 +71,39 @@ def for_engine(
     Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
     """
     extra = {name.lower().encode(): value.encode() for name, value in added.items()}
-    listed = list(headers)
-    left_out = _REQUEST_OWN | extra.keys() | _named_by_connection(listed)
-    if not credentials:
-        left_out |= _CREDENTIALS
-    if of_tenant:
-        left_out |= TENANTS_HEADERS
+    left_out = _LEFT_OUT[credentials, of_tenant]
+    if also := extra.keys() | _named_by_connection(headers):
+        left_out |= also
     kept = [
         (name, _CONTROLS.sub(b" ", value))
-        for name, value in listed
+        for name, value in headers
         if (lower := name.lower()) not in left_out and not lower.startswith(_OUR_PREFIX)
     ]
     # the proxy reads answers, so they must not be compressed
     return [*kept, (b"accept-encoding", b"identity"), *extra.items()]
 
 
-def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers, with any JSON content type in the spelling that every engine knows."""
+def plain_json_type(headers: RawHeaders) -> RawHeaders:
+    """The headers, with any JSON content type in the spelling that every engine knows. They have at most one content type."""
+    if (b"content-type", _JSON) in headers:
+        return headers
     return [
         (name, _JSON) if name == b"content-type" and _JSON_TYPE.fullmatch(value.partition(b";")[0]) else (name, value)
         for name, value in headers
     ]
 
 
-def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def for_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """An engine's headers for the client; the sender sets the length. An engine may neither speak for the router nor set
     cookies for the router's address, which all engines share."""
-    listed = [(name.lower(), value) for name, value in headers]
-    left_out = _ANSWER_OWN | _named_by_connection(listed)
-    return [one for one in listed if one[0] not in left_out and not one[0].startswith(_OUR_PREFIX)]
+    left_out = _ANSWER_OWN
+    if named := _named_by_connection(headers):
+        left_out = left_out | named
+    return [
+        (lower, value)
+        for name, value in headers
+        if (lower := name.lower()) not in left_out and not lower.startswith(_OUR_PREFIX)
+    ]
 
 
 def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
@@ -131,7 +142,6 @@ def queue_header(wait: Wait) -> tuple[bytes, bytes]:
     return QUEUE_HEADER.lower().encode(), str(wait).encode()
 
 
-def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
-    return {
-        part.strip().lower() for name, value in headers if name.lower() == b"connection" for part in value.split(b",")
-    }
+def _named_by_connection(headers: RawHeaders) -> set[bytes]:
+    values = [value for name, value in headers if name.lower() == b"connection"]
+    return {part.strip().lower() for value in values for part in value.split(b",")} if values else set()

@@ -6,7 +6,6 @@ some fields and fails on them in others.
 """
 
 import json
-from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -28,9 +27,10 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
     """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large body."""
     check_size(body)
     try:
-        encoding = json.detect_encoding(body)
+        plain = body[:1] == b"{" and body[1:2] > b"\0"  # as almost always
+        encoding = "utf-8" if plain else json.detect_encoding(body)
         if encoding == "utf-8" and (decoded := decode_strictly(body)) is not None:
-            return _checked(decoded, body.count(b"[") + body.count(b"{")), body
+            return _checked(decoded), body
         text = body.decode(encoding)
         decoded = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
@@ -46,21 +46,23 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
         raise UnreadableBody(_TOO_DEEP) from None
     except ValueError as error:
         raise UnreadableBody(f"the body is not JSON: {error}") from None
-    return _checked(decoded, text.count("[") + text.count("{")), body if encoding == "utf-8" else text.encode()
+    return _checked(decoded), body if encoding == "utf-8" else text.encode()
 
 
-def _checked(decoded: Any, containers: int) -> dict[str, Any]:
-    """`containers`: an upper bound on its number of arrays and objects."""
+def _checked(decoded: Any) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise UnreadableBody(f"the body is a JSON {type(decoded).__name__}; expected an object")
-    if containers > MAX_DEPTH and _is_deep(decoded):
+    if _is_deep(decoded):
         raise UnreadableBody(_TOO_DEEP)
     return decoded
 
 
 def _is_deep(value: Any) -> bool:
-    with suppress(TypeError):
+    try:
         orjson.dumps(value)  # refuses more than 254 levels, in a fraction of the time of counting them
+    except TypeError:
+        pass
+    else:
         return False
     level = [value]
     for _ in range(MAX_DEPTH):

@@ -1,8 +1,8 @@
 """A request's trace: continues the caller's with a span of the router, and a child span for each attempt on an engine, which
 gets that span's context."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
@@ -12,7 +12,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvatlas.telemetry import CurrentSpan, tracer, tracing_enabled
 from kvatlas_router.proxy.engine_call import INFERENCE
 from kvatlas_router.upstream.engine_answer import EngineRequest
-from kvatlas_router.upstream.engine_client import EngineLost, EngineUnreachable
 from router_client.learning.token_counts import Usage
 from router_client.results import Choice
 
@@ -43,11 +42,11 @@ def request_span(
     return CurrentSpan(span)
 
 
-def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> AbstractContextManager[Span]:
-    """The CLIENT span of one attempt on one engine, until its answer has ended. It is a child of the current span but not
-    current itself, because both engines of a pair may answer at once. No span outside a sampled one."""
+def engine_span(request: EngineRequest, choice: Choice, model: str | None = None) -> Span:
+    """The CLIENT span of one attempt on one engine, for the caller to end. It is a child of the current span but not current
+    itself, because both engines of a pair may answer at once. No span outside a sampled one."""
     if not tracing_enabled() or not trace.get_current_span().is_recording():
-        return nullcontext(INVALID_SPAN)
+        return INVALID_SPAN
     parts = urlsplit(choice.url)
     attributes: dict[str, str | int] = {
         **_http(request.method, request.path),
@@ -59,19 +58,7 @@ def engine_span(request: EngineRequest, choice: Choice, model: str | None = None
         "kvatlas.role": choice.role.value,
     }
     name = _span_name(request.method, request.path)
-    return _until_answered(tracer().start_span(name, kind=SpanKind.CLIENT, attributes=attributes))
-
-
-@contextmanager
-def _until_answered(span: Span) -> Iterator[Span]:
-    try:
-        yield span
-    except (EngineUnreachable, EngineLost) as error:
-        span.set_attribute("error.type", type(error).__name__)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-        raise
-    finally:
-        span.end()
+    return tracer().start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
 
 
 def trace_headers(span: Span | None = None) -> Mapping[str, str]:
@@ -94,15 +81,6 @@ def describe_attempt(span: Span, *, worker_id: str, attempt: int, status: int | 
         if status is not None:
             attributes["http.response.status_code"] = status
         span.add_event("attempt", attributes)
-
-
-def describe_engine_answer(span: Span, status: int) -> None:
-    """Record the status of an engine's answer on the attempt's span."""
-    if span.is_recording():
-        span.set_attribute("http.response.status_code", status)
-        if status >= 400:
-            span.set_attribute("error.type", str(status))
-            span.set_status(Status(StatusCode.ERROR))
 
 
 def describe_first_token(span: Span, seconds: float) -> None:

@@ -19,7 +19,6 @@ from kvatlas_router.disaggregation.pair_booker import Booked
 from kvatlas_router.disaggregation.pair_sender import PrefillFailed, as_failure
 from kvatlas_router.ejection.avoidance import EnginesRest
 from kvatlas_router.ejection.monitor import EjectionMonitor
-from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.prompts.catalogue import Catalogue
 from kvatlas_router.proxy.answer_relay import AnswerRelay, EngineFailed, EventTooLong, OpenedAnswer
 from kvatlas_router.proxy.attempts import Attempts, StalledAnswer
@@ -84,8 +83,9 @@ class WorkerAttempts:
         answer = ContinuedAnswer.of(
             request, self._continues, self._counters.continued, read_prompt, self._catalogue.kind_of, ends
         )
-        attempts = Attempts(request, read, answer, pool_id)
-        self._budget(attempts).record_request()
+        budget = self._ejections.retry_budget(pool_id, request.caller.tenant_id)
+        budget.record_request()
+        attempts = Attempts(request, read, answer, pool_id, budget)
         if await self._try_workers(attempts):
             return
         if attempts.begun:
@@ -105,7 +105,7 @@ class WorkerAttempts:
 
     async def _try_workers(self, attempts: Attempts) -> bool:
         """Try workers until the client has its answer. False if none is left to try."""
-        budget = self._budget(attempts)
+        budget = attempts.budget
         while attempts.number < self._most_attempts:
             if attempts.number and not attempts.free and not attempts.paid and not budget.take():
                 self._counters.retries_denied += 1
@@ -315,9 +315,6 @@ class WorkerAttempts:
         _log.warning("worker %s: %s", worker_id, error)
         return True
 
-    def _budget(self, attempts: Attempts) -> RetryBudget:
-        return self._ejections.retry_budget(attempts.pool_id, attempts.request.caller.tenant_id)
-
     def _may_move(self, attempts: Attempts, others: frozenset[str], began: bool) -> bool:
         """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
         up."""
@@ -327,7 +324,7 @@ class WorkerAttempts:
             return False
         if attempts.number >= self._most_attempts or not others - attempts.tried:
             return False
-        attempts.paid = attempts.paid or self._budget(attempts).take()
+        attempts.paid = attempts.paid or attempts.budget.take()
         return attempts.paid
 
     async def _judge_refusal(

@@ -69,8 +69,10 @@ class BudgetedTokenizer:
         began = time.perf_counter_ns()
         try:
             found = await self._tokenize_in_time(request)
-            tokens = found if isinstance(found, PromptTokens) else PromptTokens(found)
-            tokens = PromptTokens(_check(tokens.ids), tokens.media, tokens.cut)
+            if isinstance(found, PromptTokens):
+                tokens = PromptTokens(_check(found.ids), found.media, found.cut)
+            else:
+                tokens = PromptTokens(_check(found))
         except CannotTokenize as error:
             _count(self.counters, error.why)
             if error.why is Why.FAILED:

@@ -31,6 +31,7 @@ _CHAT_FIELDS = (
     "mm_processor_kwargs",
 )
 """Fields that vLLM's `/tokenize` reads."""
+_ONLY_ITS_ENGINE = "previous_response_id: only the engine has that answer"
 _NOT_FOR_SGLANG = ("stream", "stream_options", "add_generation_prompt", "add_special_tokens")
 """SGLang ignores the last two in chats, but not in `/tokenize`."""
 
@@ -53,7 +54,7 @@ def render_question(request: TextRequest) -> Question | None:
     if request.api is Api.COMPLETIONS and request.adds_to_prompt is None:
         return None  # `/tokenize` gives the same
     if request.body.get("previous_response_id"):
-        raise CannotTokenize(Why.UNSUPPORTED, "previous_response_id: only the engine has that answer")
+        raise CannotTokenize(Why.UNSUPPORTED, _ONLY_ITS_ENGINE)
     kept = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
     if request.api is Api.COMPLETIONS and request.prompts > 1:
         kept["prompt"] = request.prompt
@@ -110,7 +111,8 @@ def read_rendered(answer: Any) -> PromptTokens | None:
 
 
 def _question(request: TextRequest, fields: Mapping[str, Any]) -> Question:
-    return Question(TOKENIZE, {"model": request.model, **fields} if request.model else fields)
+    model = request.model
+    return Question(TOKENIZE, {"model": model, **fields} if model else fields)
 
 
 def _chat_fields(chat: TextRequest) -> Mapping[str, Any]:
@@ -119,6 +121,8 @@ def _chat_fields(chat: TextRequest) -> Mapping[str, Any]:
         if body.get("input_ids"):
             raise CannotTokenize(Why.UNSUPPORTED, "input_ids in a chat")
         return {name: value for name, value in body.items() if name not in _NOT_FOR_SGLANG}
+    if body.get("previous_response_id"):
+        raise CannotTokenize(Why.UNSUPPORTED, _ONLY_ITS_ENGINE)
     if body.get("truncate_prompt_tokens") is not None:
         raise CannotTokenize(Why.UNSUPPORTED, "truncate_prompt_tokens: /tokenize does not know it")
     if body.get("tools") and body.get("tool_choice") == "none":

@@ -7,9 +7,9 @@ first one.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count, islice
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -57,7 +57,7 @@ class EngineTokenizer:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller owns the client and closes it."""
+        """`engines`: their URLs without a slash at the end. The caller owns the client and closes it."""
         self._client = client
         self._engines = engines
         self._patience_s = patience_s
@@ -71,12 +71,12 @@ class EngineTokenizer:
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Raises CannotTokenize."""
-        urls = [url.rstrip("/") for url in await self._engines(request)]
+        urls = await self._engines(request)
         if not urls:
             raise CannotTokenize(Why.NO_ENGINE, "no engine to ask for token ids")
-        question = render_question(request)
-        able = [] if question is None else self._renderers(urls)
-        if question is None or not able:
+        able = self._renderers(urls)
+        question = render_question(request) if able else None
+        if question is None:
             return await self._tokenize(request, urls)
         if (rendered := await self._render(question, able, has_media=request.media_items > 0)) is not None:
             return rendered
@@ -86,26 +86,29 @@ class EngineTokenizer:
         return tokens
 
     async def _tokenize(self, request: TextRequest, urls: Sequence[str]) -> Tokens:
-        if request.media_items:
-            question = question_before_media(request)
-            return PromptTokens(read_tokens(request, *_read(*await self._ask(urls, question))), cut=True)
-        return read_tokens(request, *_read(*await self._ask(urls, tokenize_question(request))))
+        has_media = request.media_items > 0
+        question = question_before_media(request) if has_media else tokenize_question(request)
+        engine, answer = await self._ask(urls, question)
+        ids = read_tokens(request, engine + question.path, answer.status, _decode(answer))
+        return PromptTokens(ids, cut=True) if has_media else ids
 
     async def _render(self, question: Question, urls: Sequence[str], *, has_media: bool) -> PromptTokens | None:
         """The rendered request; None if no engine renders it. `has_media`: wait longer, since images take time."""
         try:
-            url, answer = await self._ask(urls, question, patient=has_media)
+            engine, answer = await self._ask(urls, question, patient=has_media)
         except CannotTokenize:
             return None
-        _, status, decoded = _read(url, answer)
-        tokens = read_rendered(decoded) if status == 200 else None
+        status = answer.status
+        tokens = read_rendered(_decode(answer)) if status == 200 else None
         if tokens is not None and has_media and not tokens.media:
             tokens = None
         if status in _NO_RENDER or (status == 200 and tokens is None):
-            self._remember([url.removesuffix(question.path)])
+            self._remember([engine])
         return tokens
 
     def _renderers(self, urls: Sequence[str]) -> Sequence[str]:
+        if not self._asked_in_vain:
+            return urls
         now = self._clock()
         return [url for url in urls if now - self._asked_in_vain.get(url, -ASK_AGAIN_S) >= ASK_AGAIN_S]
 
@@ -116,9 +119,9 @@ class EngineTokenizer:
             self._asked_in_vain.update(dict.fromkeys(without, now))
 
     async def _ask(self, urls: Sequence[str], question: Question, *, patient: bool = False) -> tuple[str, Reply]:
-        """The URL asked, and its answer. Raises CannotTokenize if no engine answers."""
+        """The engine asked, and its answer. Raises CannotTokenize if no engine answers."""
         path = question.path
-        left, why = list(islice(self._in_turn(urls), MOST_ASKED)), ""
+        left, why = self._next(urls), ""
         patience_s = None if patient else self._patience_s
         asked: dict[asyncio.Task[Reply], str] = {}
         try:
@@ -136,7 +139,7 @@ class EngineTokenizer:
                     if answer is not None and _is_answer(path, answer.status):
                         self._resting.pop(engine, None)
                         self._answered[engine] = self._clock()
-                        return engine + path, answer
+                        return engine, answer
                     self._let_rest(engine)
         finally:
             for task in asked:
@@ -153,16 +156,13 @@ class EngineTokenizer:
                 self._answered.get(engine, -inf) > began for engine in asked.values()
             )
 
-    def _in_turn(self, urls: Sequence[str]) -> Iterator[str]:
-        """Each URL once, resting engines last."""
-        first, now, resting = next(self._turn), self._clock(), []
-        for place in range(first, first + len(urls)):
-            url = urls[place % len(urls)]
-            if self._resting.get(url, now) > now:
-                resting.append(url)
-            else:
-                yield url
-        yield from resting
+    def _next(self, urls: Sequence[str]) -> list[str]:
+        """The next engines to ask, up to MOST_ASKED. Those that rest come after all others."""
+        first, resting = next(self._turn) % len(urls), self._resting
+        if not resting:
+            return [urls[(first + number) % len(urls)] for number in range(min(MOST_ASKED, len(urls)))]
+        now = self._clock()
+        return sorted([*urls[first:], *urls[:first]], key=lambda url: resting.get(url, now) > now)[:MOST_ASKED]
 
     def _let_rest(self, url: str) -> None:
         now = self._clock()
@@ -186,11 +186,11 @@ def _is_answer(path: str, status: int) -> bool:
     return status < 500 and status not in ELSEWHERE
 
 
-def _read(url: str, answer: Reply) -> tuple[str, int, Any]:
-    """The URL, the status and the decoded JSON; None if it is not JSON."""
+def _decode(answer: Reply) -> Any:
+    """The answer's JSON; None if it is not JSON."""
     try:
-        return url, answer.status, orjson.loads(answer.body)  # a number too long for it is no token id either
+        return orjson.loads(answer.body)  # a number too long for it is no token id either
     except ValueError:
         with suppress(ValueError, RecursionError):
-            return url, answer.status, answer.json()
-    return url, answer.status, None
+            return answer.json()
+    return None

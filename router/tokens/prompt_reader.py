@@ -46,7 +46,8 @@ class PromptReader:
 
     async def read(self, request: TextRequest, scope: Scope, request_id: str | None = None) -> RequestPrompt:
         """Raises InvalidValue for a request that no engine would accept."""
-        request = request.of_engines(request.kind, scope)
+        if request.scope is not scope:
+            request = request.of_engines(request.kind, scope)
         tokens, why = await self._tokenize(request)
         limits = request.output_limits
         if tokens is None:

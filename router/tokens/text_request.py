@@ -73,6 +73,8 @@ _EXPECTED = {
     Api.TOKENS: "a list of token ids",
 }
 _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
+_NESTED_SAMPLING = (Api.GENERATE, Api.TOKENS)
+"""Calls with the fields for sampling in `sampling_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class TextRequest:
     @property
     def sampling(self) -> Mapping[str, Any]:
         """The fields for sampling, and for the number of tokens."""
-        if self.api not in (Api.GENERATE, Api.TOKENS):
+        if self.api not in _NESTED_SAMPLING:
             return self.body
         found = self.body.get("sampling_params")
         return found if isinstance(found, dict) else {}
@@ -218,7 +220,11 @@ class TextRequest:
     @property
     def choices(self) -> int:
         """The number of answers that it asks for per prompt."""
-        return max([1, *(_as_integer(one.get("n")) for one in self._samplings)])
+        most = 1
+        for one in self._samplings:
+            if (asked := one.get("n")) is not None:
+                most = max(most, _as_integer(asked))
+        return most
 
     @property
     def all_choices(self) -> int:
@@ -282,7 +288,10 @@ class TextRequest:
         if not self.api.is_conversation:
             return 0
         _, messages = self.named_prompt
-        return sum(media_parts(content_of(one)) for one in messages) if isinstance(messages, list) else 0
+        if not isinstance(messages, list):
+            return 0
+        contents = [one.get("content", one.get("output")) for one in messages if isinstance(one, dict)]
+        return sum(media_parts(content) for content in contents if isinstance(content, list))  # most are text
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import field
 from types import TracebackType
 from typing import Self
 
-from opentelemetry.trace import INVALID_SPAN, Span
+from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
 
 from kvatlas.dataclass import dataclass
 from kvatlas.errors import KvatlasError
@@ -127,7 +127,7 @@ class EngineAttempt:
     see `StreamedAnswer`.
     """
 
-    __slots__ = ("_base_url", "_client", "_headers", "_incoming", "_request", "_watched")
+    __slots__ = ("_base_url", "_client", "_headers", "_incoming", "_request", "_span", "_watched")
 
     def __init__(
         self,
@@ -136,13 +136,15 @@ class EngineAttempt:
         base_url: str,
         request: EngineRequest,
         headers: list[tuple[bytes, bytes]],
+        span: Span = INVALID_SPAN,
     ) -> None:
-        """`watched`: ends with this attempt."""
+        """`watched` and `span` end with this attempt."""
         self._client = client
         self._watched = watched
         self._base_url = base_url
         self._request = request
         self._headers = headers
+        self._span = span
         self._incoming: IncomingAnswer | None = None
 
     async def __aenter__(self) -> Answer:
@@ -151,13 +153,18 @@ class EngineAttempt:
             url = _url(self._base_url, request)
             self._incoming = await self._client.send(request.method, url, self._headers, request.body)
             try:
-                answer = await _read_start(self._incoming, clock, watched, self._base_url)
+                answer = await _read_start(self._incoming, clock, watched, self._base_url, self._span)
             except EngineLost as error:
                 raise EngineUnreachable(f"{self._base_url}: {error}", connected=True) from error
             watched.reading = False
         except BaseException as error:
             self._end(error)
             raise
+        if self._span.is_recording():
+            self._span.set_attribute("http.response.status_code", answer.status)
+            if answer.status >= 400:
+                self._span.set_attribute("error.type", str(answer.status))
+                self._span.set_status(Status(StatusCode.ERROR))
         return answer
 
     async def __aexit__(
@@ -172,9 +179,18 @@ class EngineAttempt:
         if isinstance(error, asyncio.CancelledError):
             if self._watched.took_cancellation():
                 self._watched.end()
-                raise EngineStalled(f"{self._base_url}: the engine makes no progress") from error
+                stalled = EngineStalled(f"{self._base_url}: the engine makes no progress")
+                self._end_span(stalled)
+                raise stalled from error
             self._watched.leave()
         self._watched.end()
+        self._end_span(error)
+
+    def _end_span(self, error: BaseException | None) -> None:
+        if isinstance(error, (EngineUnreachable, EngineLost)):
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self._span.end()
 
 
 def _url(base_url: str, request: EngineRequest) -> str:
@@ -182,7 +198,9 @@ def _url(base_url: str, request: EngineRequest) -> str:
     return f"{url}?{request.query.decode('latin-1')}" if request.query else url
 
 
-async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedAttempt, base_url: str) -> Answer:
+async def _read_start(
+    incoming: IncomingAnswer, clock: AnswerClock, watched: WatchedAttempt, base_url: str, span: Span
+) -> Answer:
     watched.status = incoming.status
     headers = _without_other_places(incoming.headers, base_url)
     if not 200 <= incoming.status < 300 or is_json(headers):
@@ -190,11 +208,11 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
         clock.part()
         if incoming.may_be_cut and not _is_whole(headers, body):
             raise EngineLost("the connection ended before the answer")
-        return WholeAnswer(incoming.status, headers, body, clock)
+        return WholeAnswer(incoming.status, headers, body, clock, span)
     if first := await incoming.read():
         watched.progress(first)
-        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers))
-    return WholeAnswer(incoming.status, headers, b"", clock)
+        return StreamedAnswer(incoming.status, headers, first, incoming, clock, watched, can_be_read(headers), span)
+    return WholeAnswer(incoming.status, headers, b"", clock, span)
 
 
 def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:

@@ -83,6 +83,8 @@ class IncomingAnswer:
                 raise EngineLost(f"the engine's answer is longer than {MOST_WHOLE_BYTES} bytes")
             seen(part)
             parts.append(part)
+            if self._connection.is_read:
+                break
         return b"".join(parts)
 
     def close(self) -> None:

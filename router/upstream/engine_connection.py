@@ -119,17 +119,23 @@ class EngineConnection(asyncio.Protocol):
 
     async def read(self) -> bytes:
         """The part of the body that arrived since the last call; empty at the end, or at a failure."""
-        while not self._parts:
+        parts = self._parts
+        while not parts:
             if self.done or self.failure:
                 return b""
             await self._wait()
-        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
+        part = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         self._kept_bytes = 0
         if self._paused:
             self._paused, self._heard_at = False, self._loop.time()
             self._transport.resume_reading()
         return part
+
+    @property
+    def is_read(self) -> bool:
+        """True if the whole answer has arrived and was read."""
+        return self.done and not self._parts
 
     def can_be_kept(self) -> bool:
         """True if another request may follow. None may follow an answer whose unread rest stopped the reading."""

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import deque
 from typing import ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 TICK_S = 0.01
 LEAST_NS = 2_000_000
@@ -17,13 +17,19 @@ MOST_KEPT = 4_096
 """Limit of late ticks; for a loop that is never on time, those of about the last minute."""
 
 
+class Watch:
+    """What all watchers of a loop hold: it is gone once the last of them is."""
+
+    __slots__ = ("__weakref__",)
+
+
 class LoopLateness:
     """The lateness of one event loop. It ticks only while someone watches, so an idle router does not wake up for it."""
 
     _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLateness]"] = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._watchers: WeakSet[object] = WeakSet()
+        self._watch: ReferenceType[Watch] | None = None
         self._due_ns: int | None = None
         """When the next tick should be; None if there are no watchers."""
         self._late: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
@@ -44,11 +50,15 @@ class LoopLateness:
     def ticks(self) -> bool:
         return self._due_ns is not None
 
-    def watch(self, watcher: object) -> None:
-        """Tick until this object is gone."""
-        self._watchers.add(watcher)
+    def watch(self) -> Watch:
+        """Tick as long as anyone holds the result."""
+        watch = self._current_watch()
+        if watch is None:
+            watch = Watch()
+            self._watch = ref(watch)
         if self._due_ns is None:
             self._schedule()
+        return watch
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
         """The most that the loop was late, in nanoseconds, between two values of `time.perf_counter_ns`; 0 if it was on
@@ -63,6 +73,9 @@ class LoopLateness:
                 most = max(most, was_ns - due_ns)
         return most if most >= LEAST_NS else 0
 
+    def _current_watch(self) -> Watch | None:
+        return None if self._watch is None else self._watch()
+
     def _schedule(self) -> None:
         self._due_ns = time.perf_counter_ns() + round(TICK_S * 1e9)
         asyncio.get_running_loop().call_later(TICK_S, self._tick)
@@ -72,7 +85,7 @@ class LoopLateness:
         assert self._due_ns is not None
         if now - self._due_ns >= LEAST_NS:
             self._late.append((self._due_ns, now))
-        if self._watchers:
+        if self._current_watch() is not None:
             self._schedule()
         else:
             self._due_ns = None

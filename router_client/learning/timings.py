@@ -53,12 +53,12 @@ class Timings:
 class Lateness(Protocol):
     """The lateness of whatever measures the times; `LoopLateness` is one."""
 
-    def watch(self, watcher: object) -> None: ...
+    def watch(self) -> object: ...
 
     def most_ns(self, start_ns: int, end_ns: int) -> int: ...
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AnswerClock:
     """Starts when the request is sent; call `part` as each part of a streamed answer arrives.
 
@@ -74,13 +74,14 @@ class AnswerClock:
     _parts_after_first: int = field(default=0, init=False)
     _gaps: list[tuple[int, int]] = field(default_factory=list, init=False)
     _held_ns: int = field(default=0, init=False)
+    _watch: object = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._sent_ns = self.now_ns()
         if self.lateness is None and self.now_ns is time.perf_counter_ns:
             self.lateness = LoopLateness.of_running_loop()
         if self.lateness is not None:
-            self.lateness.watch(self)
+            self._watch = self.lateness.watch()
 
     def part(self, parts: int = 1) -> None:
         """Record that one or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a

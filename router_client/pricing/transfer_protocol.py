@@ -58,6 +58,7 @@ WITHHELD_HEADERS = frozenset(
 fields."""
 _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
 """Fields whose nested fields vLLM treats in the same way: all of them end up in `SamplingParams.extra_args`."""
+_CHANGED = WITHHELD | _CONTAINERS
 _PASSING_PARAM = "lmcache."
 """Name prefix of parameters that LMCache reads as hints, such as tags."""
 
@@ -92,7 +93,7 @@ def withdraw_transfer_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields to replace in a client's body. Only the router may say where an engine reads KV from: a client that could say
     it would read other clients' prompts, and choose the hosts that an engine connects to."""
     withdrawn: dict[str, Any] = {}
-    for name in (WITHHELD | _CONTAINERS) & body.keys():
+    for name in _CHANGED & body.keys():
         value = body[name]
         kept = _without_withheld(value) if name in _CONTAINERS else _passing(value) if name == _PARAMS else None
         if kept != value:

@@ -163,3 +163,15 @@ def test_aiohttp_is_imported_only_where_an_address_may_be_of_websockets(words: l
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split()[-1] == str(loaded)
+
+
+def test_the_command_of_httpx_is_not_imported() -> None:
+    """With pygments it takes 3.5 MiB of each process that makes HTTP calls."""
+    code = (
+        "import sys; from kvatlas_cli.main import run; run(['doctor', '--help'])\n"
+        "import httpx; httpx.Client().close(); print('pygments' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split()[-1] == "False"

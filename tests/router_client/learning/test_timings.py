@@ -46,7 +46,7 @@ class LateLoop:
     def __init__(self, at_ms: float, by_ms: float) -> None:
         self._at_ns, self._by_ns = at_ms * 1e6, int(by_ms * 1e6)
 
-    def watch(self, watcher: object) -> None:
+    def watch(self) -> None:
         """Do nothing: it is always watched."""
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
