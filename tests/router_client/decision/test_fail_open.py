@@ -292,6 +292,7 @@ async def test_alone_a_worker_that_has_left_is_not_chosen() -> None:
     for _ in range(30):
         left = (await router.reserve(PROMPT, dry_run=True)).worker_id
         del fleet.records[left]
+        assert left not in await router.workers(SCOPE)
         choice = await router.reserve(PROMPT, dry_run=True)
         assert choice.worker_id in fleet.records and len(choice.ranking) < MANY / 2
 
