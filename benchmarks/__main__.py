@@ -1,5 +1,5 @@
 """Measures every budget and prints a table: `python -m benchmarks`. `benchmarks.longer` has the longer measurements,
-`benchmarks.peer` compares some of them with another system."""
+`benchmarks.peer` compares some figures with another system's."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Child processes of a benchmark; they end with it."""
+"""Starts child processes of a benchmark, and stops them when it ends."""
 
 import asyncio
 import os
@@ -72,8 +72,8 @@ def indexer_process(nats_url: str, redis_url: str) -> AbstractAsyncContextManage
 
 
 class Child:
-    """A benchmark module as a child process. It prints `ready`; each time it reads a line from stdin, it runs, prints its
-    results, one per line, and then `done`."""
+    """A benchmark module as a child process. It prints `ready`. Each time it reads a line from stdin, it runs, and
+    prints its results, one per line, and then `done`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -132,7 +132,8 @@ async def child_process(
 
 
 async def take_turns(turn: Callable[[str], Awaitable[Sequence[str]]]) -> None:
-    """Run the main loop of a child that takes several turns: `turn` gets the line and returns the results. Ends with stdin."""
+    """Run the main loop of a child that takes several turns: `turn` gets a line and returns the results. Returns at the
+    end of stdin."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):

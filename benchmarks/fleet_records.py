@@ -1,4 +1,4 @@
-"""Fleet records of workers that a benchmark routes to."""
+"""Fleet records of the workers that a benchmark routes to."""
 
 from kvatlas.fleet.records import EngineEndpoint, EngineKind, EngineState, FleetRecord, Liveness, WorkerState
 from kvatlas.identity import Scope
@@ -7,7 +7,7 @@ BLOCK_SIZE = 16
 
 
 def routable_record(scope: Scope, load: WorkerState, *, base_url: str = "") -> FleetRecord:
-    """The record of a routable worker with this load, whose id is the worker's."""
+    """The record of a routable worker with this load; `load.id` is the worker's id."""
     endpoint = EngineEndpoint(
         id=load.id,
         kind=EngineKind.VLLM,

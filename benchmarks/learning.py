@@ -1,8 +1,8 @@
 """Compares learned rates with the true ones: `python -m benchmarks.learning`.
 
-It runs the whole system, each part as a process: simulated engines of different speed, a sidecar each, an indexer, and a
-router that follows round-robin, so that every engine gets 200 requests over HTTP. Then the learned rates in the store are
-compared with the engines' configured ones.
+It runs the whole system, each part as a process: simulated engines of different speeds, a sidecar for each, an indexer, and a
+router that follows round-robin, so every engine gets 200 requests over HTTP. Then the learned rates in the store are compared
+with the engines' configured ones.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ REQUESTS = 200
 REQUESTS_PER_S = 6.0
 ROUTABLE_S = 30.0
 REPORT_S = 3.0
-"""Enough for a router's report, which it writes into the store each second."""
+"""Long enough for a router's report, which it writes to the store every second."""
 
 
 async def measure() -> list[LearnedRates]:
@@ -78,7 +78,7 @@ def relative_errors(learned: EngineRates, true: StepCost) -> dict[str, float]:
 
 
 def to_results(learned: Sequence[LearnedRates]) -> list[Result]:
-    """The largest error of each engine, with its budget."""
+    """The largest error for each engine, with its budget."""
     return [
         Result(
             f"learned rates of an engine of {true.prefill_us_per_token:g} us a token, {REQUESTS} requests",

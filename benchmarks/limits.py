@@ -1,7 +1,7 @@
 """The best figures that this machine allows, a baseline for all others: `python -m benchmarks.limits`.
 
-They are a loopback round trip to a server that does nothing, the store's commands without functions, and hashing a prompt.
-Anything that calls the store, changes a block there or starts from token ids can't be faster.
+They are a loopback round trip to a server that does nothing, the store's commands without functions, and the hashing of a
+prompt. Whatever calls the store, changes a block there or starts from token ids can't be faster.
 """
 
 import os
@@ -69,7 +69,7 @@ def _measure_bare_round_trip(store: Store) -> Result:
 
 
 async def _fields(store: Store) -> list[Result]:
-    """CPU time of the store for each field of a large command."""
+    """The store's CPU time for each field of a large command."""
     rounds = 400
     keys = [[os.urandom(HASH_BYTES) for _ in range(FIELDS)] for _ in range(rounds)]
     before_s = await store_cpu_s(store)

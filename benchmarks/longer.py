@@ -1,7 +1,7 @@
 """Longer measurements than those of the budgets: `python -m benchmarks.longer`.
 
-How `route` scales, how well several routers spread a burst compared with one, the proxy's overhead, the accuracy of
-predictions and of learned rates, and several rebuilds of a wiped index.
+They show how `route` scales, how well several routers spread a burst compared with one, the proxy's overhead, the
+accuracy of predictions and of learned rates, and how long rebuilds of a wiped index take.
 """
 
 import os
@@ -22,7 +22,7 @@ from kvatlas.embedded import nats_server
 
 
 async def _measure(console: Console) -> None:
-    """Print each part when it is measured."""
+    """Print each part as soon as it is measured."""
     async with nats_server() as nats, valkey_store() as store:
         console.print(*await growth.measure(store))
         runs = await comparison.measure(store)

@@ -1,7 +1,7 @@
 """How often an engine finds exactly as many cached prompt tokens as the router predicted: `python -m benchmarks.predictions`.
 
-It runs the whole path, each part as its own process: conversations over HTTP through `kvatlas router`, simulated engines with
-a real paged cache, their sidecars, indexers. Each request that deviates is counted under one `Deviation`.
+It runs the whole path, each part as its own process: conversations over HTTP through `kvatlas router`, simulated engines with a
+real paged cache, their sidecars, and indexers. Each request that deviates is counted under one `Deviation`.
 """
 
 import tempfile
@@ -32,7 +32,8 @@ LEAST_EQUAL = 99.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`blocks`: of each engine's cache; `sessions_per_s` is in simulated time, which runs `speed_up` times as fast."""
+    """`blocks`: in each engine's cache. `sessions_per_s`: in simulated time, which runs `speed_up` times as fast as real
+    time."""
 
     name: str
     blocks: int
@@ -50,7 +51,7 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The outcomes of one load."""
+    """The outcomes under one load."""
 
     load: Load
     outcomes: Sequence[Outcome]
@@ -79,7 +80,7 @@ def to_results(accuracies: Sequence[Accuracy]) -> list[Result]:
 
 
 def tabulate(accuracies: Sequence[Accuracy]) -> Table:
-    """Every figure; each request is counted in one row."""
+    """All figures; each request is counted in one row."""
     table = Table("requests", *(one.load.name for one in accuracies), title="cached tokens, predicted and real")
     counts = [Counter(outcome.deviation for outcome in one.outcomes) for one in accuracies]
     table.add_row("all", *(f"{len(one.outcomes):,}" for one in accuracies))
@@ -95,7 +96,7 @@ def tabulate(accuracies: Sequence[Accuracy]) -> Table:
 async def _run(load: Load) -> list[Outcome]:
     workload = generate_workload(chat_settings(seed=11, sessions=load.sessions, arrivals_per_s=load.sessions_per_s))
     flags = ["--num-gpu-blocks", str(load.blocks), "--speed-up", str(load.speed_up)]
-    # All parts share this machine: the store may have to wait for a core, and deadlines are not measured here.
+    # all parts share this machine: the store may have to wait for a core, and deadlines are not measured here
     settings = FleetSettings(MODEL, ENGINES, INDEXERS, flags, {"kvatlas": ["--decision-deadline-ms", "1000"]})
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as folder:

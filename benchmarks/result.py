@@ -8,7 +8,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure. `budget=None`: shown without a verdict. `at_least`: a higher figure is better."""
+    """One figure. `budget`: None to show it without a verdict. `at_least`: true if a higher figure is better."""
 
     name: str
     figure: float

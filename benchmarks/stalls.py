@@ -1,9 +1,9 @@
-"""The longest call to the store at extreme shapes of the index: large snapshots, values of many holders, many scopes, many
-workers. `python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
+"""The longest store call with extreme index shapes: large snapshots, values with many holders, many scopes, many workers.
+`python -m benchmarks.stalls` measures them on Valkey and, with `--binary PROGRAM`, on another server.
 
-A store call delays every other client, so this bounds the wait of a router's choice. Other programs on the machine, and other
-machines on its host, prolong a call's wall-clock time, so the budget is for the CPU time of the server's main thread.
-The longest call by the clock, and the clock's time for calls that only compute, are printed beside it.
+A store call delays every other client, so this bounds how long a router's choice waits. Other programs on the machine, and
+other machines on its host, prolong a call's wall-clock time, so the budget is for the CPU time of the server's main thread. The
+wall-clock times of the longest call and of calls that only compute are printed beside it.
 """
 
 import argparse
@@ -39,14 +39,14 @@ SWEEP_BLOCKS, SCRUB_BLOCKS = 2_000, 500
 
 COMPUTING_CALLS = 200
 COMPUTING = "local n = 0 for i = 1, 80000 do n = n + i % 7 end return n"
-"""A call of one or two milliseconds of CPU time, and nothing else."""
+"""A call that only computes, for one or two milliseconds of CPU time."""
 
 Contents = dict[Scope, bytes]
 """Packed hashes by scope."""
 
 
 class BenchedWorker:
-    """A worker's publisher without a bus."""
+    """A worker's publisher, without a bus."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -70,7 +70,7 @@ class BenchedWorker:
         return messages
 
     def message(self, scope: Scope, event: IndexEvent) -> wire.RawMessage:
-        """One message of the largest size that the bus takes."""
+        """One message of the largest size that the bus accepts."""
         seq = self._outbox.next_seq
         uses = {scope.scope_id: ScopeUse(scope, BLOCK_SIZE)}
         self._outbox.put([event], uses, 1)
@@ -214,7 +214,7 @@ SHAPES: tuple[Callable[[RedisIndex], AsyncIterator[str]], ...] = (
 
 
 USUAL = (snapshots, values_of_many_holders)
-"""Shapes that fleets of usual size encounter."""
+"""The shapes that fleets of usual size encounter."""
 
 
 async def measure(
@@ -243,7 +243,7 @@ def _longest_calls(store: TimedStore, step: str) -> list[Result]:
 
 
 async def _compute(store: TimedStore) -> Result:
-    """The wall-clock time of calls that only compute, as a reference: time beyond that is not the calls' own work."""
+    """The wall-clock time of calls that only compute, as a reference: what exceeds their CPU time is not their own work."""
     store.forget()
     for _ in range(COMPUTING_CALLS):
         await store.client.eval(COMPUTING, 0)
@@ -258,7 +258,7 @@ async def _compute(store: TimedStore) -> Result:
 async def _store(binary: Path | None) -> AsyncIterator[TimedStore]:
     async with valkey_server(binary=binary) as server, connected_store(server.url, wait=False) as store:
         try:
-            # the more other programs interrupt a call, the longer it takes: that is not measured here
+            # other programs that interrupt a call prolong it: that is not measured here
             os.setpriority(os.PRIO_PROCESS, server.pid, -20)
         except PermissionError:
             Console(stderr=True).print("the server runs at the usual priority: other programs' work is measured too")

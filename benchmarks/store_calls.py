@@ -1,6 +1,6 @@
-"""The longest call to the store during a measurement, and its command: no call may hold the store for long.
+"""The longest store call during a measurement, and its command: no call may occupy the store for long.
 
-It comes from the store's slow log, so it is wall-clock time and may include time in which other programs ran;
+Its time comes from the store's slow log, so it is wall-clock time and may include time in which other programs ran;
 `TimedStore` measures the call's CPU time too. Loading a function library is a separate figure: a server compiles each of
 the three once per version (3 to 4 ms of CPU time), when the first process of that version starts, not while requests are
 routed.
@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 LONGEST_MS = 5.0
 SHORTEST_US = 3_000
-"""Shorter calls are not logged, so that the log holds all others and costs nothing: deleting thousands of its entries makes
+"""Shorter calls are not logged, so the log has room for all others and costs nothing: deleting thousands of its entries makes
 the allocator clean up in the next call, for 5 ms of CPU time."""
 KEPT = 4_096
 SLOW_LOG = {"slowlog-log-slower-than": str(SHORTEST_US), "slowlog-max-len": str(KEPT)}
 """Settings of a store whose longest call is read later."""
 NOT_OURS = frozenset({"CONFIG", "DEBUG", "FLUSHALL", "FLUSHDB", "INFO", "MEMORY", "SLOWLOG"})
-"""Commands that benchmarks run around a measurement, not part of kvatlas."""
+"""Commands that benchmarks run around a measurement; they are not part of kvatlas."""
 LOADING = "FUNCTION"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """One call. `command`: its name, including the function's for a function call."""
+    """One call. `command`: its name, with the function's name for a function call."""
 
     command: str
     ms: float
@@ -69,8 +69,8 @@ class StoreCalls:
 
 
 class CallTimes(NamedTuple):
-    """The times of one call, in ms. `waited`: time that the server's main thread waited for a processor that other programs
-    had."""
+    """The times of one call, in ms. `waited`: how long the server's main thread waited for a processor that other programs
+    used."""
 
     processor: float
     clock: float
@@ -83,19 +83,19 @@ class TimedStore(Store):
     time; Linux only, since the times are those of /proc."""
 
     NOTED_MS = 1.0
-    """Shorter calls are not noted."""
+    """Shorter calls are not recorded."""
 
     def __init__(self, store: Store, server_pid: int) -> None:
         super().__init__(store.client, RedisAccess(store.url))
         self._times = Path(f"/proc/{server_pid}/schedstat")
         self._log_id = -1
-        """Id of the slow log's last entry that was read."""
+        """The id of the last slow log entry that was read."""
         self._execute = store.client.execute_command
         self.client.execute_command = self._execute_timed
         self.forget()
 
     async def open(self) -> None:
-        """Set up the server's slow log, which never has more than a few entries."""
+        """Set up the server's slow log; it never has more than a few entries."""
         await self._execute("CONFIG SET", "slowlog-log-slower-than", int(self.NOTED_MS * 1e3), "slowlog-max-len", 8)
 
     def forget(self) -> None:
@@ -155,6 +155,6 @@ def _longest(calls: Iterable[StoreCall]) -> StoreCall | None:
 
 
 def _name(command: bytes) -> str:
-    """`FCALL kva_book_1 2 ...` is `FCALL kva_book_1`, `HGETALL key` is `HGETALL`."""
+    """The name of a command: `FCALL kva_book_1` for `FCALL kva_book_1 2 ...`, `HGETALL` for `HGETALL key`."""
     words = command.decode(errors="replace").split()
     return " ".join(words[:2]) if words[0].upper().startswith("FCALL") else words[0].upper()

@@ -15,6 +15,6 @@ async def valkey_store() -> AsyncIterator[Store]:
 
 
 async def store_cpu_s(store: Store) -> float:
-    """CPU time of the server since its start."""
+    """The server's CPU time since its start."""
     info = await store.client.info("cpu")
     return float(info["used_cpu_user"] + info["used_cpu_sys"])

@@ -1,6 +1,7 @@
 """The sync client compared with the async one: `python -m benchmarks.threads`.
 
-The time to book and finish a choice through its thread, and choices per second of several threads.
+It measures the time to book and finish a choice through the client's thread, and the choices per second of several
+threads.
 """
 
 import asyncio

@@ -26,5 +26,5 @@ async def time_async_calls(calls: Iterable[Callable[[], Awaitable[object]]]) -> 
 
 
 def quantile(sorted_values: Sequence[float], q: float) -> float:
-    """The smallest value that is not exceeded by at least a fraction q of all."""
+    """The smallest value that at least a fraction q of all values does not exceed."""
     return sorted_values[max(0, math.ceil(q * len(sorted_values)) - 1)]

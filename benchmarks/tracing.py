@@ -1,8 +1,8 @@
-"""The cost of traces: `python -m benchmarks.tracing`.
+"""The cost of tracing: `python -m benchmarks.tracing`.
 
-CPU time of a request in `kvatlas router`, in processes that sample no traces, 1 % and all; and of a message of 16 blocks
-from outbox to index with traces off, on with none sampled, and all recorded (at 1 %, 99 of 100 cost as much as an unsampled
-one). Turns are short, so that a busy machine affects all of them.
+It measures the CPU time of a request in `kvatlas router`, in processes that sample no traces, 1% and all; and of a message of
+16 blocks from outbox to index with tracing off, with none sampled, and with all recorded (at 1%, 99 of 100 cost as much as an
+unsampled one). Turns are short, so a busy machine affects all of them.
 """
 
 import gc
@@ -75,7 +75,7 @@ Step = Callable[[], Awaitable[None]]
 
 
 class _Encoder(SpanExporter):
-    """Does an exporter's work without the network."""
+    """Does the work of an exporter, without the network."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         encode_spans(spans).SerializeToString()
@@ -83,7 +83,7 @@ class _Encoder(SpanExporter):
 
 
 def provider_of(share: float | None) -> TracerProvider | None:
-    """A process' tracer provider, which samples this share of requests; None: traces are off."""
+    """A process' tracer provider, which samples this share of requests; None: tracing is off."""
     if share is None:
         return None
     provider = decide_roots_first(TracerProvider(sampler=ParentBased(TraceIdRatioBased(share))))
@@ -93,7 +93,7 @@ def provider_of(share: float | None) -> TracerProvider | None:
 
 @contextmanager
 def traced_by(provider: TracerProvider | None) -> Iterator[None]:
-    """Trace the block; all its spans are exported at its end."""
+    """Trace the block, and export all its spans at its end."""
     before, trace._TRACER_PROVIDER = trace._TRACER_PROVIDER, provider  # the API lets a process set it once
     try:
         yield
@@ -104,7 +104,7 @@ def traced_by(provider: TracerProvider | None) -> Iterator[None]:
 
 
 async def cpu_us(step: Step) -> dict[str, list[float]]:
-    """Microseconds of CPU time of a call, by share and round."""
+    """CPU time of a call in microseconds, by share and round."""
     found: dict[str, list[float]] = {name: [] for name in SAMPLED}
     providers = {name: provider_of(share) for name, share in SAMPLED.items()}
     for number in range(ROUNDS + 1):
@@ -123,8 +123,7 @@ async def cpu_us(step: Step) -> dict[str, list[float]]:
 
 
 async def router_cpu_us(store: Store) -> dict[str, float]:
-    """Microseconds of CPU time of a request, of router processes that differ in their traces only; an engine answers at
-    once."""
+    """CPU time of a request in microseconds, in router processes that differ only in tracing. The engine answers at once."""
     await store.client.flushall()
     await open_redis_index(store, writer=True)
     async with AsyncExitStack() as stack:
@@ -168,8 +167,8 @@ def traces_of(share: float | None, url: str) -> dict[str, str]:
 
 
 class Ingest:
-    """One worker's events of 16 blocks, each published and applied separately, which causes the most spans per block. From the
-    ledger to the index, without the bus."""
+    """One worker's events of 16 blocks, from the ledger to the index without the bus. Each event is published and applied
+    separately, which causes the most spans per block."""
 
     def __init__(self, index: ResidencyIndex) -> None:
         self._index = index
@@ -209,7 +208,7 @@ class Ingest:
 
 
 def switched_off_us() -> float:
-    """Microseconds of all places that create a span in a routed request, while traces are off."""
+    """Microseconds that all places that create a span take in a routed request, while tracing is off."""
     calls = 20_000
 
     def places() -> None:
@@ -223,7 +222,7 @@ def switched_off_us() -> float:
 
 
 async def measure() -> list[Result]:
-    """The cost of each share compared with traces switched off, in percent of CPU time."""
+    """The cost of each share compared with no tracing, in percent of CPU time."""
     async with valkey_store() as store:
         routed = await router_cpu_us(store)
         ingest = Ingest(await open_redis_index(store, writer=True))

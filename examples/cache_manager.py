@@ -22,7 +22,7 @@ SYSTEM_PROMPT = list(range(64))
 
 
 class HitsPerDepth:
-    """An eviction policy of one's own: the deepest of the blocks that were hit least goes first."""
+    """A custom eviction policy: the deepest of the least-hit blocks goes first."""
 
     def key(self, use: BlockUse) -> tuple[float, ...]:
         return (use.hits, -use.depth, use.released_at)

@@ -3,7 +3,7 @@
     kvatlas up --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     python examples/litellm_router.py llama-3-8b models/llama http://127.0.0.1:8000 http://127.0.0.1:8001
 
-Asks one question about a long text, then another one: the second goes to the engine that holds the text.
+It asks two questions about a long text: the second goes to the engine that holds the text.
 """
 
 import os

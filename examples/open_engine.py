@@ -1,4 +1,5 @@
-"""An engine of thirty lines that speaks the open event form: it caches the blocks of the prompts that it reads, and tells it.
+"""An engine of thirty lines that speaks the open event form: it caches the blocks of the prompts that it reads, and reports
+them.
 
     kvatlas publish --engine open --status-port 9100 --worker-id w1 --model-id m &
     python examples/open_engine.py < prompts.jsonl |
@@ -13,7 +14,7 @@ import sys
 from collections import OrderedDict
 
 BLOCK_SIZE, CAPACITY = 16, 1024
-cached: OrderedDict[str, None] = OrderedDict()  # block hashes, the one to evict first in front
+cached: OrderedDict[str, None] = OrderedDict()  # block hashes, in order of eviction
 
 
 def tell(**event: object) -> None:

@@ -16,7 +16,7 @@
     )
 
 Each replica needs a publisher for its engine: `kvatlas publish --worker-id` with the replica's unique id. Ray asks replicas in
-the order that is returned, and goes on to the next if one's queue is full; so nothing is reserved here.
+the returned order, and continues with the next if a replica's queue is full; so nothing is reserved here.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from router_client import KvatlasError, Prompt, RouterClient, Scope
 
 
 class KvatlasRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not installed where types are checked
-    """Replicas by what a request would cost on them, cheapest first; those that kvatlas does not know, last."""
+    """Orders replicas by what a request would cost on them, cheapest first; replicas that kvatlas does not know come last."""
 
     def initialize_state(self, redis_url: str, model: str, tokenizer: str) -> None:
         """Ray calls it with `request_router_kwargs`."""
@@ -43,7 +43,7 @@ class KvatlasRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not i
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas, the best first."""
+        """Groups of replicas, the best first."""
         request = None if pending_request is None else _text_request(pending_request.args)
         if request is None:
             return [candidate_replicas]

@@ -1,5 +1,5 @@
-"""One shard's way into the index: one call carries the messages that the shard's partitions have queued; the next follows
-at once.
+"""Applies one shard's messages to the index: each call carries what the shard's partitions have queued, and the next call
+follows at once.
 
 There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow
 automatically under load, up to a limit that keeps each call short (other clients wait for the store in the meantime).
@@ -29,9 +29,9 @@ from kvatlas_indexer.counters import IndexerCounters
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""Limits of one hand-over to the index, which cuts it into calls that occupy the store for a few milliseconds each."""
+"""Limits of one batch handed to the index, which cuts it into calls that occupy the store for a few milliseconds each."""
 LARGE_BYTES = 8 * 1024
-"""Queue size from which a partition is large: about 1,000 blocks, that is two or three calls."""
+"""Queue size from which a partition counts as large: about 1,000 blocks, that is two or three calls."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -40,7 +40,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 class Applier:
     """Applies the queued messages of one shard's partitions, in each queue's order: one call to the index at a time for the
-    small queues, and one for the large ones. A queue is in one call at a time."""
+    small queues, and one for the large ones. A queue is never in two calls at once."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Applier:
         on_applied: Callable[[ApplyResult, Mapping[str, str]], None] | None = None,
         on_refused: Callable[[int, RawMessage, Exception], None] | None = None,
     ) -> None:
-        """`on_applied` gets each call's outcome, and the W3C traceparent of its span by worker, for workers with a traced
-        message in the call (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the
-        index can never apply a message."""
+        """`on_applied` gets each call's outcome and, for each worker with a traced message in the call, the W3C traceparent of
+        the call's span (a checkpoint has no trace). `on_refused` gets the partition, the message and the error if the index can
+        never apply a message."""
         self.shard = shard
         self._index = index
         self._counters = counters
@@ -137,7 +137,7 @@ class Applier:
         now_us = time_ns() // 1_000
         for part in parts:
             if part.batch.partition in moved:
-                part.queue.fail_in_flight("the stored position is of another stream")
+                part.queue.fail_in_flight("the stored position belongs to another stream")
                 continue
             part.queue.record_applied(part.batch)
             if part.batch.messages:
@@ -198,5 +198,5 @@ class Applier:
         if applied.no_room:
             counters.store_full += 1
             closed = sum(record.oom for record in applied.records)
-            line = f"the store is out of memory (maxmemory), {closed} workers are left out of the index until there is room"
+            line = f"the store is out of memory (maxmemory); {closed} workers are left out of the index until there is room"
             self._errors.report("out of memory", line, logging.ERROR)

@@ -51,7 +51,7 @@ class IndexerCounters:
     records_bad: int = 0
     """fleet records that could not be written"""
     pools_repaired: int = 0
-    """times that damaged records of loads and reservations were dropped, with all bookings of their pool"""
+    """how often damaged records of loads and reservations were dropped, with all bookings of their pool"""
     # liveness
     heartbeats: int = 0
     heartbeats_bad: int = 0

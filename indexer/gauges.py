@@ -1,5 +1,5 @@
-"""Gauges of a replica for an exporter: sampled in the event loop at intervals, and when its partitions change, only if
-metrics are on."""
+"""Gauges of a replica for an exporter: sampled in the event loop, at intervals and when its partitions change, if metrics are
+on."""
 
 import logging
 from collections import Counter
@@ -32,7 +32,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(slots=True)
 class ReplicaGauges:
-    """One replica's owned partitions at the last sample. `partitions`: in the whole stream."""
+    """One replica's owned partitions at the last sample. `partitions`: number in the whole stream."""
 
     partitions: int = 0
     partitions_owned: int = 0
@@ -112,7 +112,7 @@ async def measure(
     owned: Collection[int], index: ResidencyIndex, store: Store
 ) -> tuple[IndexMetrics, StoreGauges] | None:
     """Measure the whole index and its store, if this replica owns the first partition: only its owner reports the index, so
-    that sums are right. Other replicas read nothing from the store and get None."""
+    sums over replicas are right. Other replicas read nothing from the store and get None."""
     if 0 not in owned:
         return None
     departures = await FleetStore(store).departures(await store_time_us(store))
@@ -121,7 +121,7 @@ async def measure(
 
 
 def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
-    """The MAX_MODELS models with the most blocks, by name, and the sum of all others, because each name is a series."""
+    """The MAX_MODELS models with the most blocks, by name, and the sum of all others: each name is a series of its own."""
     by_size = sorted(models, key=lambda model: (-sum(models[model].blocks), model))
     named = {model: models[model] for model in by_size[:MAX_MODELS]}
     others = [models[model] for model in by_size[MAX_MODELS:]]

@@ -52,9 +52,9 @@ class Replica:
         publishers: Sequence[int] = (),
         fleet_id: str | None = None,
     ) -> None:
-        """`client`: for the event stream. `calls`: for heartbeats and grant requests, which a publisher may send in any
-        number. `publishers`: other partition counts that publishers may use in their subjects. `fleet_id`: the id of store
-        and stream. Raises SettingsError for an unusable file of identities."""
+        """`client`: for the event stream. `calls`: for heartbeats and grant requests, of which a publisher may send any number.
+        `publishers`: other partition counts that publishers may use in their subjects. `fleet_id`: the fleet of the store and
+        the stream. Raises SettingsError for an unusable file of identities."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()

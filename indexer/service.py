@@ -44,7 +44,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
     async with AsyncExitStack() as stack:
         listener = None
         if settings.status_port is not None:
-            from kvatlas.http.server import listen  # with the page itself 5 MiB
+            from kvatlas.http.server import listen  # 5 MiB, with the page itself
 
             listener = stack.enter_context(
                 closing(listen(settings.status_host, settings.status_port, "status page", settings.http))

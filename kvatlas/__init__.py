@@ -5,10 +5,10 @@ bus/           NATS: connection, event stream, subjects, messages and requests
 cost/          the cost of a request on a worker, in microseconds: two profiles, learned rates
 embedded/      embedded NATS and Valkey servers
 fleet/         records of workers, their state and load; worker identities and tenants
-index/         the residency index: one protocol, two implementations (memory, Redis)
+index/         the residency index: one protocol, three implementations (memory, Redis, SQLite)
 predictions/   predicted against reported cached tokens
 reservations/  routers' bookings on a pool's workers: one protocol, two implementations (memory, Redis)
-runtime/       asyncio and logging: HTTP server, retries, back-off, background tasks, wake-ups, rate-limited log
+runtime/       asyncio and logging: retries, back-off, background tasks, wake-ups, certificate files, rate-limited log
 settings/      one settings class per process: flags and environment variables
 store/         Redis or Valkey: connections and server-side functions
 telemetry/     OpenTelemetry traces and metrics

@@ -21,7 +21,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @lru_cache(maxsize=16_384)
 def check_origin(url: str) -> str:
-    """Return the URL, its scheme in lower case, if it is http or https with a host, an optional port, and nothing else.
+    """Return the URL with its scheme in lower case, if it is http or https with a host, an optional port and nothing else.
 
     Raises InvalidValue without quoting the URL, which may contain a password."""
     try:

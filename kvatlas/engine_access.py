@@ -1,5 +1,4 @@
-"""Authentication of our own calls to engines (token ids, models, health, metrics, events), and the certificates they
-trust."""
+"""Authentication of our own calls to engines (token ids, models, health, metrics, events), and the certificates to trust."""
 
 import re
 import ssl

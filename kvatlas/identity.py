@@ -140,7 +140,7 @@ def rank_worker_id(instance_id: str, dp_rank: int) -> str:
 
 
 def instance_of(worker_id: str) -> str:
-    """The instance of a worker that is a data-parallel rank of one; the worker's own id otherwise."""
+    """The instance of which a worker is a data-parallel rank; the worker's own id if it is none."""
     instance, dp, rank = worker_id.rpartition("-dp")
     return instance if dp and rank.isdecimal() else worker_id
 

@@ -1,4 +1,4 @@
-"""Decodes msgpack from outside in bounded memory.
+"""Decodes untrusted msgpack in bounded memory.
 
 One byte of msgpack may become 64 bytes of objects, for example an empty array or a small negative number. Such values are
 counted before a large payload is decoded. Any other integer takes at most 14 times its own bytes.

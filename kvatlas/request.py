@@ -64,8 +64,8 @@ DEFAULT_SLO = Slo()
 
 
 class BlockHint(BaseModel):
-    """One block of a prompt, with its own size: `token_count` tokens, and `bytes` of KV cache (None: as the request
-    says of all)."""
+    """One block of a prompt, with its own size: `token_count` tokens, and `bytes` of KV cache (None: the request's size for all
+    blocks)."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
@@ -77,13 +77,13 @@ class BlockHint(BaseModel):
 class RequestHints(BaseModel):
     """A caller's description of a request, as JSON or keyword arguments; only the prompt is required.
 
-    A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, 64-bit integers
-    or text; or as `blocks`, with such hashes and a size each, of which only the last one may have fewer tokens. `chain`: the
-    kind of these hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all can
-    be, otherwise `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes
-    leave out its partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the
-    request's limits on reading the engine's prefix cache (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images
-    among the `token_ids` (`id`, `offset`, `length`).
+    A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, 64-bit integers or
+    text; or as `blocks`, each with such a hash and a size; only the last one may have fewer tokens. `chain`: the kind of these
+    hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all can be, otherwise
+    `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes leave out its
+    partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the request's limits
+    on reading the engine's prefix cache (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images among the `token_ids`
+    (`id`, `offset`, `length`).
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())

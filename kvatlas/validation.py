@@ -117,7 +117,7 @@ def _unquoted(names: str) -> str:
 
 
 def _plain(number: float) -> str:
-    """A limit without a zero fraction: pydantic reports the limits of floats as floats."""
+    """A limit without a trailing `.0`: pydantic reports the limits of floats as floats."""
     return str(int(number)) if number == int(number) else str(number)
 
 

@@ -1,5 +1,5 @@
 """The commands by name. Only the command being run is imported, so a missing extra does not break the others. The list of
-commands imports none, because importing all of them takes long."""
+commands imports none, because importing all of them would take long."""
 
 import sys
 from importlib import import_module
@@ -44,7 +44,7 @@ SUMMARIES = {
     "indexer": "Apply publishers' messages to the index. Any number of replicas share the partitions.",
     "publish": "Follow one engine's KV events and publish its blocks to the index. "
     "SIGUSR1 drains it: no new requests for its workers.",
-    "collect": "Publish for every engine of a Kubernetes namespace that has a label, without changing its pod.",
+    "collect": "Publish for every labeled engine of a Kubernetes namespace, without changing its pod.",
     "router": "Serve the OpenAI API and send each request to the engine that can answer it at the lowest cost.",
     "epp": "Choose the engine for each request of a gateway: an endpoint picker over Envoy's external processing.",
     "index-server": "Answer other routers' queries about who holds a prompt, over HTTP and gRPC. It changes nothing.",
@@ -60,7 +60,7 @@ SUMMARIES = {
     "audit": "Compare every publisher's ledger with every block in the index; exit code 1 if they differ.",
     "doctor": "Check if requests would be served well now, and print every finding with its fix; exit code 1 on errors.",
     "top": "Show the workers live in a terminal, until Ctrl-C; elsewhere print them once.",
-    "auth": "Write users of NATS and of Redis, with their permissions.",
+    "auth": "Write the users of NATS and Redis, with their permissions.",
     "overlap": "Show how much of a prompt each worker and shared store holds: resident and usable blocks and "
     "tokens, by tier.",
     "route": "Pick the cheapest worker for a prompt, and show every candidate's cost. Nothing is reserved.",

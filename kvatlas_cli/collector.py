@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvatlas_publishers.publisher import Publisher
 
 LIST_S = 2.0
-"""Interval between two lists of the pods."""
+"""Interval at which the pods are listed."""
 
 _log = logging.getLogger("kvatlas.publisher")
 
@@ -51,7 +51,7 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with the labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
+    """Follows the pods with these labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
     different name or address is a different engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
@@ -136,7 +136,7 @@ class Pod:
 
 
 def worker_id_of_pod(name: str) -> str:
-    """The worker id that the collector, and the sidecars of the manifests, give a pod."""
+    """The worker id of a pod, as the collector and the manifests' sidecars name it."""
     return name.replace(".", "_")
 
 

@@ -138,7 +138,7 @@ async def _index(store: Store, number: int) -> RedisIndex:
 
 
 async def _workers_of(store: Store, index: RedisIndex) -> dict[str, WorkerRecord]:
-    """The live workers that answer in this layout; no snapshot can come from any others."""
+    """The live workers that answer in this layout; no snapshot can come from any other."""
     fleet = await FleetStore(store).all()
     alive = {worker_id for worker_id, record in fleet.items() if record.liveness is Liveness.ALIVE}
     records = [record for shard in range(index.shards) for record in await index.records(shard)]

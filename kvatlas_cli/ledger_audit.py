@@ -1,4 +1,4 @@
-"""Compares every publisher's ledger with the blocks that are really in the index.
+"""Compares every publisher's ledger with the blocks that are actually in the index.
 
 A publisher replies with its digest by scope, and sends a checkpoint to the stream. Once the index has applied the
 checkpoint, the worker's blocks are recounted. The index's own digest is not trusted, because it may be right although the
@@ -39,7 +39,7 @@ class Verdict(StrEnum):
     UNANSWERED = "unanswered"
     """The index holds blocks of the worker, but no publisher answers for it."""
     DRAINED = "drained"
-    """Its publisher announced its end; until the worker is retired or published again, no publisher answers for its
+    """Its publisher announced that it would stop; until the worker is retired or published again, no publisher answers for its
     blocks."""
 
     @property

@@ -68,7 +68,7 @@ class JsonFormatter(PlainFormatter):
         line = json.dumps(fields, ensure_ascii=False)
         if line.isprintable():
             return line
-        # readers of lines, and terminals, obey more characters than JSON escapes
+        # line readers and terminals act on more characters than JSON escapes
         return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line)
 
 
@@ -111,7 +111,7 @@ def log_to_stderr(level: str, style: str = "plain") -> None:
     handler.setFormatter(_formatter)
     handler.addFilter(RepetitionFilter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    # no line shows a thread, a process or a place in the code, and finding them takes a quarter of the time of a line
+    # no line shows a thread, a process or a place in the code, and finding them takes a quarter of a line's time
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     for name in OWN:
@@ -130,7 +130,7 @@ def escape(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text as one line of printable characters: terminals obey the others, which may be in any name."""
+    """The text as one line of printable characters: terminals act on the others, which any name may contain."""
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 

@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _skip_imports(argv: Sequence[str]) -> None:
     """Avoid imports of installed packages that this process does not use."""
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it looks through all installed packages: 2 MiB
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # searching all installed packages costs 2 MiB
     given = [*argv, *(f"{name} {text}" for name, text in _variables())]
     if not any(word in text.lower() for text in given for word in _MAY_NEED_WEBSOCKETS):
         # imported by nats-py, only for ws:// addresses: 10 MiB and 0.3 s of processor time

@@ -1,4 +1,4 @@
-"""Returns memory to the system that the C library's allocator kept after a burst of events or requests.
+"""Returns to the system the memory that the C library's allocator keeps after a burst of events or requests.
 
 glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that received 131,072 blocks at once kept 97 MiB more
 than before, of which only 28 belonged to blocks. `malloc_trim` returns the rest.
@@ -13,7 +13,7 @@ from threading import Event, Thread
 
 CHECK_EVERY_S = 10.0
 GROWTH_BYTES = 8 << 20
-"""Memory is returned after a process has grown by this much, because checking for it takes milliseconds."""
+"""Memory is returned only after a process has grown by this much, because returning it takes milliseconds."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

@@ -62,7 +62,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """A table for rich's console, whose long cells are folded; characters that a terminal would obey are escaped."""
+    """A table for rich's console, whose long cells are folded; characters that a terminal would act on are escaped."""
     from rich.table import Table
     from rich.text import Text
 

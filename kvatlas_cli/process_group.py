@@ -48,7 +48,8 @@ async def run_process_group(
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Reserve a port for processes that share it, so that no other can take it. The socket is bound but does not listen."""
+    """Reserve a port for processes that share it, so that no other process can take it. The socket is bound but does not
+    listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -62,7 +63,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 def _environment(number: int) -> Mapping[str, str]:
     """The environment of one process: its Prometheus page is on the next port."""
     first = os.environ.get(PROMETHEUS_PORT, "9464")
-    port = str(int(first) + number) if first.isdecimal() else first  # the process itself reports what is wrong with it
+    port = str(int(first) + number) if first.isdecimal() else first  # the process itself reports an invalid port
     return {**os.environ, PROMETHEUS_PORT: port}
 
 

@@ -16,8 +16,8 @@ from kvatlas_cli.memory_release import releasing_memory
 from kvatlas_cli.output import print_notice
 
 NEW_OBJECTS = 50_000
-"""The collector looks for cycles after this many new objects instead of 700. Services make hardly any cycles, and what they
-keep by the million are blocks, which it would scan again and again in vain."""
+"""The collector looks for cycles after this many new objects instead of 700. Services make hardly any cycles but keep millions
+of blocks, which it would scan again and again in vain."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

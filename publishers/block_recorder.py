@@ -1,4 +1,4 @@
-"""Records blocks one call at a time, by engine events or by token ids."""
+"""Records blocks one call at a time, from engine events or token ids."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class PublisherCounters:
     folds_failed: int = 0
     """batches that the ledger could not fold, so all known blocks were dropped"""
     feed_unheard: int = 0
-    """batches ignored because too many were lost in this way"""
+    """batches ignored because too many earlier ones were lost"""
     event_gaps: int = 0
     """gaps in the event numbers (open event forms)"""
     event_restarts: int = 0

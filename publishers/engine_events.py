@@ -46,7 +46,7 @@ class EngineStored:
     `offloaded`: from a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may omit
     them; a known hash keeps its block. `local_hashes`: sent instead of token ids. `sequence_hashes`: packed; sent instead of
     both by a publisher that has the tokens. `block_bytes`: bytes of KV cache per block, 0 if not in the event. `untold_keys`:
-    a human-readable text about keys that distinguish the engine's blocks but are missing in its events; empty if none.
+    a human-readable text about keys that distinguish the engine's blocks but are missing from its events; empty if none.
     `located=False`: hashes and parents don't show where in a prompt the blocks are. `removes_held`: the event's form belongs
     to versions that may report the removal of blocks that they still hold. `chunk_removal_told=False`: it is unknown whether
     the removal of blocks larger than the engine's is reported. `maybe_again`: the event may report held blocks again instead

@@ -39,7 +39,7 @@ SAVE_SHARE = 200
 """Packing the state takes at most 1/SAVE_SHARE of the time."""
 CLOSE_S = 3.0
 LOOK_S = 1.0
-"""Interval of checks if an engine without a connection lists other sockets."""
+"""Interval of checks whether an engine without a connection lists other sockets."""
 _LIST_SOCKETS = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG)
 
 log = logging.getLogger("kvatlas.publisher")

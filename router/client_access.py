@@ -25,17 +25,17 @@ from kvatlas_router.tenant_gate import TenantGate, permit_of, proof_in
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
-"""A header of operators' calls, which names the tenant of a request that another program sends."""
+"""The header with which an operator's call names the tenant of a request that another program sends."""
 
 _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBorders:
-    """`entrance` checks clients against the file of clients; None: all clients are the one tenant. `exchange` shares clients'
-    allowances per minute among routers. `salts`: each tenant's requests get their own cache salt (`--salt-is-tenant`).
-    `decisions`: answers have the decision header; None: only answers to keys that may see it or, if callers have no keys, all
-    answers of a router on loopback (`near`)."""
+    """`entrance` checks clients against the file of clients; None: all clients belong to the one tenant. `exchange` shares
+    clients' allowances per minute among routers. `salts`: each tenant's requests get their own cache salt
+    (`--salt-is-tenant`). `decisions`: answers have the decision header; None: only answers to keys that may see it or, if
+    callers have no keys, all answers of a router on loopback (`near`)."""
 
     entrance: Entrance | None = None
     exchange: AllowanceExchange = field(default_factory=AllowanceExchange)
@@ -45,7 +45,7 @@ class ClientBorders:
     counters: TenancyCounters = field(default_factory=TenancyCounters)
 
     def guard(self, application: ASGIApp) -> ASGIApp:
-        """The application behind a gate at which clients prove their tenants; without proofs the application itself."""
+        """The application behind a gate at which clients prove their tenants; the application itself if they need not."""
         return application if self.entrance is None else TenantGate(application, self.entrance)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class ClientBorders:
         return self.near if caller.sees_decisions is None else caller.sees_decisions
 
     def shows_cached(self, caller: Caller) -> bool:
-        """True if this caller's answers have engines' counts of cached tokens: these are of its own tenant alone, or it may see
-        decisions."""
+        """True if this caller's answers keep engines' counts of cached tokens: they concern its own tenant alone, or it may
+        see decisions."""
         return self.salts or not caller.is_proven or self.shows_decision(caller)
 
     async def prove_again(self, scope: Scope) -> Caller:

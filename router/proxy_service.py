@@ -37,7 +37,7 @@ from router_client.learning.condition import RequestEnds
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
-"""An engine counts as gone after this time without a byte. Even the longest prompts take less to compute."""
+"""An engine counts as gone after this time without a byte. Even the longest prompts take less time to compute."""
 CUT_S = 2.0
 """Time for answers that were cut off to send their errors."""
 

@@ -1,4 +1,4 @@
-"""The gate before the proxy's application. A request passes if its tenant is proven and its client is within its limits.
+"""The gate in front of the proxy's application. A request passes if its tenant is proven and its client is within its limits.
 
 Its `Permit` is then in the scope (`permit_of`), and its answer's headers say what is left of the limits (`x-ratelimit-*`).
 """

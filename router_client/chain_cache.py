@@ -21,7 +21,7 @@ _TOKEN_BYTES = 4
 
 
 class ChainCache:
-    """Bounded by blocks; the least recently used piece is dropped first. Not thread-safe."""
+    """Holds a limited number of blocks; the least recently used piece is dropped first. Not thread-safe."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self.hashed_blocks = 0

@@ -246,18 +246,18 @@ class RouterClient:
         return await self._reservations.release(pool_id, id, outcome)
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of these reservations, of any router of the pool, that have not ended. Raises Unreachable."""
+        """Which of these reservations, made by any router of the pool, have not ended. Raises Unreachable."""
         return await self._reservations.find_booked(pool_id, ids)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
-        """The learned rates by worker of the scope's pool. Workers without evidence are priced with the configured
+        """The learned rates of the scope's pool, by worker. Workers without evidence are priced with the configured
         rates."""
         return self._learner.learned(scope.pool_id)
 
     async def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
-        """Every residency of one block, by worker and tier: by its sequence hash, or by a key that contains it
+        """Every residency of one block, by worker and tier. `block`: its sequence hash, or a key that contains it
         (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` also accepts engines' own hashes). Raises Unreachable;
-        InvalidValue for a key without one; NotSupported if the client's index answers overlaps only."""
+        InvalidValue for a key without a sequence hash; NotSupported if the client's index answers overlaps only."""
         return await self._block_index().locate(scope, said_sequence_hash(block))
 
     async def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:
@@ -289,7 +289,7 @@ class RouterClient:
     async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers that are not candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers not to choose. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return await self._choose(request, avoid, book=not dry_run)
 
@@ -400,7 +400,7 @@ def _describe(span: Span, choice: Choice) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """Load the store's functions and build the schema of records. In the first choice, that would take longer than its
+    """Load the store's functions and build the schema of records. During the first choice, that would exceed the
     deadline."""
     FleetRecord.model_rebuild()
     await asyncio.gather(*(library.prepare(store) for library in (FLEET_LIBRARY, INDEX_LIBRARY, POOL_LIBRARY)))

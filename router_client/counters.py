@@ -20,7 +20,7 @@ class RouterCounters:
     `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that it was
     predicted to hold. `learned`: finished requests that contributed to rates; `said_nothing`: those that did not. `pairs`:
     choices with a prefill worker. `no_room`, `over_slo`: choices of a worker that had no room, or would miss the SLO.
-    `found_more`, `found_fewer`: by how many tokens engines found more or fewer cached than predicted. `prompt_tokens`: of
+    `found_more`, `found_fewer`: cached tokens that engines found beyond, or short of, the prediction. `prompt_tokens`: of
     answers that report cached tokens. `saved_tokens`, `saved_s`: cached tokens, and the time that computing them would have
     taken.
     """

@@ -47,8 +47,8 @@ class StaticFleet:
 
 
 def presume_alive(records: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
-    """The records, with a pool's lost workers as alive if no worker of the pool can get requests. Their engines were up when
-    last heard from, and if all are silent at once, NATS or the publishers have failed, not the engines."""
+    """The records, except that a pool's lost workers count as alive if none of its workers can get requests. Their engines
+    were up when last heard from, and if all are silent at once, NATS or the publishers have failed, not the engines."""
     silent = {id: one for id, one in records.items() if one.liveness is Liveness.LOST and one.state is EngineState.UP}
     if silent:
         served = {record.endpoint.pool_id for record in records.values() if record.routable}

@@ -66,11 +66,12 @@ class Prompt:
     router's settings say so. `select`: which workers may get the request. `reading`: the request's limits on reading the
     engine's prefix cache.
 
-    `output_tokens` is what the answer should have; with `output_limits` only until the router has learned what such answers
-    are like, within these limits. `fetch_by`: connectors of engines to which its sender passes `Choice.fetch` on; a worker
-    with one of them may be priced as one that fetches KV from another. `strategy=None`: as the router's settings say. `notes`:
-    parts of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill.
-    `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it says so.
+    `output_tokens`: the expected length of the answer; with `output_limits`, only until the router has learned the length
+    of such answers, within these limits. `fetch_by`: connectors of engines to which the sender passes `Choice.fetch` on; a
+    worker with one of them may be priced as fetching KV from another. `strategy=None`: as the router's settings say.
+    `notes`: parts of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's
+    bill. `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it
+    says so.
     """
 
     scope: Scope
@@ -238,7 +239,7 @@ class Prompt:
         odd = next((at for at, one in enumerate(blocks) if one.token_count != size), None)
         if odd is not None and (odd < len(blocks) - 1 or blocks[odd].token_count > size):
             raise InvalidValue(
-                f"request field blocks.{odd}.token_count is {blocks[odd].token_count}; expected {size}, as of the "
+                f"request field blocks.{odd}.token_count is {blocks[odd].token_count}; expected {size}, as in the "
                 "first block, or fewer in the last one"
             )
         full = shape.blocks if odd is None else shape.blocks[:-1]
@@ -250,8 +251,8 @@ class Prompt:
         return prompt if set(sizes) == {block_bytes} else replace(prompt, byte_ends=(*accumulate(sizes),))
 
     def kv_bytes(self, first: int, end: int, block_size: int) -> int:
-        """KV bytes of tokens `first` up to `end`, rounded up, as given in the request; 0 for unknown. `block_size`: of
-        `block_bytes`, if the prompt has none."""
+        """KV bytes of tokens `first` up to `end`, rounded up, as given in the request; 0 for unknown. `block_size`: the
+        size that `block_bytes` refers to, if the prompt has none."""
         size = self.block_size or block_size
         if not self.byte_ends:
             return -(-(end - first) * self.block_bytes // size)

@@ -69,7 +69,7 @@ class PromptChain:
 
     @property
     def fingerprint(self) -> bytes:
-        """Identifies the prompt for tie-breaking: the last hash of its start, or its tokens without a full block."""
+        """Identifies the prompt for tie-breaking: the last hash of its start or, without a full block, its tokens."""
         return self._start[-HASH_BYTES:] or pack_tokens(self._tokens[:START_BLOCKS])
 
     @property

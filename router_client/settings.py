@@ -42,8 +42,8 @@ class BookingSettings:
 
 
 class SloMode(StrEnum):
-    """The effect of an SLO on a choice. `TOLD`: none; results only report if it is missed. `PENALTY`: the time by which it
-    is missed is added to the cost. `FILTER`: a worker that misses it is left out, unless all do."""
+    """The effect of an SLO on a choice. `TOLD`: none; results only report whether it is missed. `PENALTY`: the time by
+    which it is missed is added to the cost. `FILTER`: a worker that misses it is left out, unless all do."""
 
     TOLD = "told"
     PENALTY = "penalty"

@@ -216,7 +216,7 @@ class SyncRouterClient:
     def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncChoice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers that are not candidates. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers not to choose. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return _wrap(self._thread.run(self._client.reserve, request, avoid=avoid, dry_run=dry_run), self._thread)
 

@@ -1,7 +1,7 @@
 """vLLM's KV event feed: a PUB socket, and a ROUTER socket that replays the last batches.
 
-Frames and fields are those of vLLM 0.33: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack `[ts,
-events, data_parallel_rank]` with events as maps whose default fields are left out. A replay request is `["", first seq (8
+Frames and fields are those of vLLM 0.33: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack `[ts, events,
+data_parallel_rank]` with events as maps, without the fields that have their default. A replay request is `["", first seq (8
 bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
 """
 

@@ -1,4 +1,4 @@
-"""Certificates of an authority of a test's own."""
+"""Certificates from a test's own authority."""
 
 import ipaddress
 import ssl
@@ -52,7 +52,7 @@ class Authority:
         self.file.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, *names: str, days: int = 9, file: str = "server") -> IssuedFiles:
-        """For these names and addresses; written over an earlier one of this file name."""
+        """Issue a certificate for these names and addresses; overwrites an earlier one with this file name."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = []
         for name in names:

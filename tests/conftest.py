@@ -1,4 +1,4 @@
-"""Real servers for every test, one of each kind a session; started without an event loop, so any loop may use them."""
+"""Real servers for every test, one of each kind per session; started without an event loop, so any loop may use them."""
 
 import gc
 import os
@@ -15,16 +15,16 @@ from kvatlas.embedded.nats import NatsProcess
 from kvatlas.embedded.valkey import ValkeyProcess
 from tests.chaos.report import PROPERTY, Outcome, as_text
 
-# Examples talk to servers on a shared machine: the time that one takes says nothing about the code.
+# Examples talk to servers on a shared machine, so the time that one takes says nothing about the code.
 settings.register_profile("kvatlas", deadline=None)
 settings.load_profile("kvatlas")
 
-# A shell starts a job in its background with SIGINT ignored, and so are then the processes that tests start.
+# A shell starts background jobs with SIGINT ignored, which the processes that tests start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two processes for each core: half of their time tests wait, for leases, probes and processes."""
+    """Two processes per core: tests spend half of their time waiting, for leases, probes and processes."""
     return 2 * (os.cpu_count() or 1)
 
 
@@ -50,12 +50,12 @@ LONG_FILES = (
     "router/answers/test_answer_errors.py",
     "kvatlas_cli/test_whole_path.py",
 )
-"""Half a minute and more each: they start first, so that no process is left with one at the end."""
+"""Half a minute and more each: they start first, so that none is left running alone at the end."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay until the end, half a gigabyte of them: the garbage collector need not look at them again."""
+    """Modules and tests, half a gigabyte of them, stay until the end, so the garbage collector need not look at them again."""
     gc.disable()
     try:
         return (yield)
@@ -120,13 +120,13 @@ async def _empty_store(url: str) -> str:
 
 @pytest.fixture
 async def fresh_store(store_url: str) -> str:
-    """The URL of a store without data and functions; the test runs on each kind of store."""
+    """The URL of a store without data or functions; the test runs on each kind of store."""
     return await _empty_store(store_url)
 
 
 @pytest.fixture
 async def fresh_valkey(valkey_url: str) -> str:
-    """The URL of a Valkey without data and functions, for tests that need only one kind of store."""
+    """The URL of a Valkey server without data or functions, for tests that need only one kind of store."""
     return await _empty_store(valkey_url)
 
 

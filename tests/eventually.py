@@ -45,5 +45,5 @@ def until_sync(condition: Callable[[], T], *, deadline_s: float = 60.0, what: st
 
 
 def _interval_s(began_s: float) -> float:
-    """A twentieth of the time waited so far: a long wait leaves the processor to what it waits for."""
+    """A twentieth of the time waited so far: a long wait leaves the processor to what is being waited for."""
     return min(max((time.monotonic() - began_s) / 20, _LEAST_INTERVAL_S), _MOST_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""HTTP clients of servers on this machine."""
+"""HTTP clients for servers on this machine."""
 
 from functools import cache
 from ssl import SSLContext
@@ -9,7 +9,7 @@ import httpx
 
 @cache
 def trusted() -> SSLContext:
-    """Reading the authorities takes 35 ms of CPU time, which a client of its own would take each time."""
+    """The system's authorities, read once: reading them takes 35 ms of CPU time, which each client would otherwise spend."""
     return httpx.create_ssl_context(trust_env=False)
 
 

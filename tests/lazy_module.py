@@ -1,11 +1,12 @@
-"""A module that is imported when a test first uses it: every process of a test run collects all tests, and runs a part."""
+"""A module that is imported when a test first uses it, because every process of a test run collects all tests but runs only
+some."""
 
 from importlib import import_module
 from typing import Any
 
 
 class LazyModule:
-    """Stands for the module of this name. For large ones alone: LiteLLM's import takes 4 s of processor time and 150 MB."""
+    """Stands in for the module of this name. Only for large modules: importing LiteLLM takes 4 s of CPU time and 150 MB."""
 
     def __init__(self, name: str) -> None:
         self._name = name

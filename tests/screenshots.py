@@ -1,7 +1,7 @@
 """`python -m tests.screenshots`: docs/images, from a small fleet that serves a workload, a Prometheus and a browser.
 
-Takes two minutes, and needs Debian's `chromium` and `prometheus`. The dashboards' panels are drawn here from the panels'
-own queries, because no Grafana is needed for that: titles, units and legends are the dashboards'.
+Takes two minutes, and needs Debian's `chromium` and `prometheus`. The dashboards' panels are drawn here from their own
+queries, without Grafana: titles, units and legends are the dashboards'.
 """
 
 import shutil
@@ -39,9 +39,9 @@ SESSIONS = 180
 ARRIVALS_PER_S = 2.0
 LOAD_S = 60.0
 WINDOW = "10s"
-"""Stands for Grafana's rate interval."""
+"""Replaces Grafana's rate interval."""
 COLOURS = 96
-"""Of a picture: it takes a third of the bytes then."""
+"""Number of colours in a picture, which reduces it to a third of the bytes."""
 COLUMNS = 3
 
 

@@ -1,10 +1,10 @@
 """A rolling upgrade and rollback of each part, under load: `python -m tests.upgrade REV` (a commit of this repository, for
 example HEAD~1).
 
-Everything starts in version REV: two routers behind a balancer that goes by `/ready`, two indexers, a sidecar beside each of
+Everything starts in version REV: two routers behind a balancer that follows `/ready`, two indexers, and a sidecar for each of
 three engines. Then routers, indexers and sidecars are replaced, one process at a time, by those of this tree, by those of REV
-again, and by those of this tree for good; and once more in the opposite order. Clients send requests through the routers all
-the time: none may be lost. After every step the index must be exact, read by both versions' `kvatlas export` as long as the
+again, and finally by those of this tree; and once more in the opposite order. Clients keep sending requests through the
+routers; none may be lost. After every step the index must be exact, read by both versions' `kvatlas export` as long as the
 older one knows the store's layout. Exit code 0 if it always was.
 """
 
@@ -37,12 +37,12 @@ INDEXERS = 2
 ROUTERS = 2
 CLIENTS = 4
 PARTS = ("routers", "indexers", "sidecars")
-"""In the order in which they are to be upgraded."""
+"""The parts, in the order in which they are to be upgraded."""
 
 
 @dataclass(slots=True)
 class Clients:
-    """Requests through the balancer, one after the other from each client, while `run` runs and they are not paused."""
+    """Clients that send requests through the balancer, each one after another, while `run` runs and they are not paused."""
 
     balancer: Balancer
     answered: int = 0
@@ -52,7 +52,7 @@ class Clients:
     _running: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send requests until cancelled."""
         limits = httpx.Limits(max_keepalive_connections=0)
         async with (
             http_client(timeout=30, limits=limits) as client,
@@ -65,7 +65,7 @@ class Clients:
         self._running.set()
 
     async def pause(self) -> None:
-        """Send no more, and wait until none is open."""
+        """Send no more requests, and wait until none is open."""
         self._running = anyio.Event()
         await until(lambda: not self._open, what="no request is open")
 
@@ -92,7 +92,7 @@ class Clients:
 
 
 class Upgrade:
-    """A running fleet, its routers, and the versions that run."""
+    """A running fleet, its routers, and the running versions."""
 
     def __init__(self, fleet: Fleet, balancer: Balancer, clients: Clients, old: Path) -> None:
         self._fleet = fleet
@@ -102,7 +102,7 @@ class Upgrade:
         self.router_tree = old
 
     async def replace(self, part: str, tree: Path) -> None:
-        """Every process of a part, one at a time, by this version's."""
+        """Replace every process of a part, one at a time, by this version's."""
         if part == "routers":
             self.router_tree = tree
             for _ in range(ROUTERS):
@@ -115,7 +115,7 @@ class Upgrade:
             await restart(child, tree)
 
     async def check(self, what: str) -> None:
-        """Raises AssertionError if a request was lost, or the index is not exact."""
+        """Check the fleet. Raises AssertionError if a request was lost, or the index is not exact."""
         run, answered = ScenarioRun(self._fleet, what), self._clients.answered
         await run.begin()
         self._clients.resume()
@@ -149,7 +149,7 @@ async def restart(child: ChildProcess, tree: Path) -> None:
 
 
 async def exported(tree: Path, redis_url: str) -> Sequence[str] | None:
-    """What `kvatlas export` of the version in this folder prints; None if it does not know the store's layout."""
+    """The output of `kvatlas export` of the version in this folder; None if it does not know the store's layout."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvatlas_cli.main", "export", "--redis-url", redis_url),
         stdout=asyncio.subprocess.PIPE,
@@ -166,7 +166,7 @@ async def exported(tree: Path, redis_url: str) -> Sequence[str] | None:
 
 @asynccontextmanager
 async def upgrade_from(old: Path, folder: Path) -> AsyncIterator[Upgrade]:
-    """Everything in the older version, under load."""
+    """A fleet in the older version, under load."""
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             running_fleet(
@@ -175,7 +175,7 @@ async def upgrade_from(old: Path, folder: Path) -> AsyncIterator[Upgrade]:
                 hybrids=HYBRIDS,
                 indexers=INDEXERS,
                 seed=1,
-                indexer_arguments=("--retire-after-s", str(RETIRE_AFTER_S)),  # that both versions know
+                indexer_arguments=("--retire-after-s", str(RETIRE_AFTER_S)),  # both versions know these
                 tree=old,
             )
         )

@@ -17,7 +17,7 @@ from kvatlas.embedded.free_port import LOOPBACK, free_port, is_free
 from kvatlas.embedded.valkey import ValkeyProcess
 
 BUS_OFFSET = 10_000
-"""A node's port for other nodes lies this far above the one for clients."""
+"""A node's port for other nodes is this far above the one for clients."""
 SLOTS = 16_384
 _PROBE_INTERVAL_S = 0.01
 

@@ -1,4 +1,4 @@
-"""A real Envoy with the configuration of examples/envoy.yaml, once for each way to ask the picker."""
+"""A real Envoy with the configuration of examples/envoy.yaml, with a listener for each way to ask the picker."""
 
 import json
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ ANSWER = '{"choices": [{"text": "x"}], "usage": {"prompt_tokens": 512, "completi
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """`picker`: its port; None: no picker is asked, and the request's own header says where it goes. `answer_bodies`: true if
-    they pass through the picker."""
+    """`picker`: its port; None: no picker is asked, and a header of the request says where it goes. `answer_bodies`:
+    true if bodies of answers pass through the picker."""
 
     picker: int | None
     answer_bodies: bool = True
 
 
 class EnvoyProcess(ServerProcess):
-    """An Envoy; `urls` are those of its listeners, by name. Its two worker threads are what two cores allow."""
+    """An Envoy with two worker threads, for two cores. `urls`: its listeners, by name."""
 
     name = "envoy"
 
@@ -40,12 +40,12 @@ class EnvoyProcess(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Address of its admin page."""
+        """The address of its admin page."""
         return f"http://{LOOPBACK}:{self.port}"
 
     @property
     def engine_url(self) -> str:
-        """An engine that takes no time: an answer that is always the same."""
+        """An engine that takes no time: it always gives the same answer."""
         return f"http://{LOOPBACK}:{self._engine_port}"
 
     @property

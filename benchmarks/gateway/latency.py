@@ -1,8 +1,8 @@
 """Added time and CPU time per request: Envoy alone, Envoy with `kvatlas epp`, and `kvatlas router`.
 
-First, requests to a simulated engine go through each in turn, one at a time: the time added to asking the engine directly.
-Then, for some seconds, as many as possible go through each to an engine that takes no time (Envoy's own answer): requests per
-second, and each process' CPU time per request. CPU time is the most reliable figure.
+First, requests to a simulated engine go through each in turn, one at a time, to measure the time added to a direct request.
+Then, for some seconds, as many requests as possible go through each to an engine that takes no time (Envoy's own answer), to
+measure requests per second, and each process' CPU time per request. CPU time is the most reliable figure.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ PICKERS = {
     "epp, headers only": ("whole", False),
     "epp, leaves": ("none", False),
 }
-"""(`--response-mode`, True if Envoy sends the picker the answer's body) by name."""
+"""(`--response-mode`, true if Envoy sends the picker the answer's body), by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one way to the engine. `cpu_ms`: CPU time per request, by process."""
+    """The figures for one way to the engine. `cpu_ms`: CPU time per request, by process."""
 
     name: str
     added_p50_ms: Mapping[str, float]

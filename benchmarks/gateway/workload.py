@@ -16,11 +16,11 @@ from kvatlas_simulator.demo.report import Phase
 from kvatlas_simulator.workload import generate_workload
 
 TURNS = 2
-"""Turns of each way, one after another, because they share the machine."""
+"""Turns of each way, run one after another, because they share the machine."""
 
 
 async def measure() -> list[Phase]:
-    """Measure one phase for each turn of each way."""
+    """Measure every turn of each way, as one phase each."""
     settings = DemoSettings.load()
     console = Console(stderr=True)
     flags = ["--num-gpu-blocks", str(settings.num_gpu_blocks), "--speed-up", str(settings.speed_up)]

@@ -1,9 +1,9 @@
 """Compares the index backends on the same messages: `python -m benchmarks.index.backends [BLOCKS]`.
 
 Workers store chains one after another, and remove some; a call carries several messages, like an indexer's. The store keeps an
-append-only file, so that it restarts with its data; the memory index is refilled by its publishers. Write amplification is
-what goes to disk (SQLite: everything that the process writes in the meantime; Valkey: its append-only file), divided by
-the bytes of the changed block entries (hash and holders value).
+append-only file, so it restarts with its data; the memory index is refilled by its publishers. Write amplification is the bytes
+written to disk (SQLite: all that the process writes in the meantime; Valkey: its append-only file), divided by the bytes of the
+changed block entries (hash and holders value).
 """
 
 import sys
@@ -47,7 +47,7 @@ USE = ScopeUse(Scope("bench", "bench"), BLOCK_SIZE, 1 << 20)
 
 @dataclass(slots=True)
 class Workload:
-    """Each worker's messages; all hold the first chain."""
+    """Each worker's messages; all workers hold the first chain."""
 
     chains: list[bytes]
     messages: dict[str, list[RawMessage]] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one backend. `children_us=None`: it has no side index. `recovery_s`: from reopening it to the
-    first answer."""
+    """Measurements of one backend. `children_us`: None if it has no side index. `recovery_s`: from reopening it to the first
+    answer."""
 
     name: str
     blocks_s: float
@@ -98,7 +98,7 @@ class Figures:
 
 
 async def measure_memory(workload: Workload) -> Figures:
-    """Measure the memory index. It keeps nothing, so its publishers refill it."""
+    """Measure the memory index. It keeps nothing on disk, so its publishers refill it."""
     figures = await _measure(MemoryIndex(), workload)
     began, again = perf_counter(), MemoryIndex()
     await workload.apply(again)

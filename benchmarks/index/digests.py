@@ -1,5 +1,5 @@
 """The cost of digests and checks in the store: the same messages are applied by the unchanged function library and by a
-variant without digests, in turns on the same server."""
+variant without digests, in turn on the same server."""
 
 import os
 from statistics import median
@@ -35,12 +35,12 @@ WITHOUT = (
     ("local function digest_of(packed)\n", "  if true then return {} end\n"),
     ("  for holder, digest in pairs(c.digests) do\n", "    if true then break end\n"),
 )
-"""(line of the library, code that the variant inserts after it)."""
+"""(a line of the library, the code that the variant inserts after it)."""
 
 
 def build_library_without_digests() -> str:
-    """The index's functions, with no digest read, summed, written or compared. Raises ValueError if the library lacks a line
-    that this benchmark expects."""
+    """The index's functions without reading, summing, writing or comparing digests. Raises ValueError if the library
+    lacks a line that this benchmark expects."""
     code = INDEX_LIBRARY.code
     for line, insertion in WITHOUT:
         if code.count(line) != 1:
@@ -87,7 +87,7 @@ def _no_sums(packed_hashes: bytes) -> tuple[int, int]:
 
 
 async def _time_apply(index: RedisIndex, calls: list[list[PartitionBatch]]) -> float:
-    """The seconds of all calls except the first, which begins the incarnations and registers the scopes."""
+    """The duration in seconds of all calls except the first, which begins the incarnations and registers the scopes."""
     await index.apply(0, calls[0])
     began = perf_counter()
     for batches in calls[1:]:
@@ -96,7 +96,7 @@ async def _time_apply(index: RedisIndex, calls: list[list[PartitionBatch]]) -> f
 
 
 def _calls(hashes_a_message: int) -> list[list[PartitionBatch]]:
-    """Calls with what publishers send: stores, a removal of an older message's blocks after every second store, and
+    """Calls as publishers make them: stores, a removal of an older message's blocks after every second store, and
     checkpoints."""
     workers = [_MessageSource(f"w{i}", hashes_a_message) for i in range(WORKERS)]
     calls = [[PartitionBatch(worker.partition, [worker.begin()]) for worker in workers]]

@@ -1,7 +1,7 @@
 """Overlap with marks: how much longer a lookup takes if holders have marks, and the duration of its longest call.
 
-The data is written directly, because only its shape matters. `sparse`: the last mark is near the depth, as engines
-leave them; `polluted`: other branches have marks at every offset of the last eight segments, and the holder's own is far away.
+The data is written directly, because only its shape matters. `sparse`: the last mark is near the depth, as engines leave them;
+`polluted`: other branches have marks at every offset of the last eight segments, and the holder's mark is far away.
 """
 
 import random
@@ -71,7 +71,7 @@ async def _longest_call_ms(store: Store, chain: bytes, limit: int) -> float:
         at = at + more if more else 0
     left = answer.left
     while left:
-        # as deep as the chain, which is the most that a holder's marks can cost
+        # as deep as the chain, where a holder's marks cost most
         tops = {number: min(below, len(chain) // HASH_BYTES) for number, below in unpack_reach(left).items()}
         args: list[bytes | int | str] = [chain, 0, limit, pack_reach(tops)]
         calls.append(("kvatlas_resume", lookup[2:], args))

@@ -1,4 +1,4 @@
-"""Overlap of ready hashes, by length of the prompt, number of holders, their depths, and shards; and in process."""
+"""Overlap of precomputed hashes, by prompt length, number of holders, their depths, and shards; and in process."""
 
 import random
 from functools import partial
@@ -76,7 +76,7 @@ def _chain_of(seed: int, blocks: int) -> bytes:
 
 
 async def _store_holders(index: ResidencyIndex, chain: bytes, holders: int, different: bool) -> None:
-    """Store the chain for each holder, as a whole or to a depth that is `different` for each."""
+    """Store the chain for each holder: all of it, or to a `different` depth for each."""
     blocks = len(chain) // 8
     order = list(range(1, holders + 1))
     random.Random(holders).shuffle(order)

@@ -1,7 +1,8 @@
 """A router's replica of the index compared with the shared one: `python -m benchmarks.index.replica`.
 
-In alternating turns: overlap, and a booked choice, over both. Then the cost of the replica: the copy (time, memory, the
-longest wait that it caused for other tasks of the process), and each message and block of the stream.
+In alternating turns, it measures overlaps and booked choices on both. Then it measures the cost of the replica: of the
+copy (time, memory, the longest time that other tasks of the process waited), and of each message and block of the
+stream.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ async def _ready_replica(store: Store, nats_url: str) -> AsyncIterator[tuple[Red
     client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
     await ensure_stream(client, StreamSettings(storage="memory"))
     await client.close()
-    # the other requests of this process share its core, and delay what is read here
+    # the process' other requests share its core, and delay this reading
     async with open_replica(
         store, AnsweringIndex(store, index), ReplicaSettings(nats_url, max_stale_ms=5_000)
     ) as replica:
@@ -152,7 +153,7 @@ async def measure_copy(store: Store) -> list[Result]:
 
 
 async def measure_feed(nats_url: str) -> list[Result]:
-    """Measure reading a stream that is full at the start."""
+    """Measure the reading of a stream that is full from the start."""
     results = []
     for hashes, messages in MESSAGES.items():
         client = await connect_nats(nats_url, name="kvatlas-bench", wait=False)
@@ -190,7 +191,7 @@ async def _end_of(client: Client) -> Position:
 
 
 async def _in_turns(calls: Mapping[str, Callable[[], Awaitable[object]]]) -> dict[str, list[float]]:
-    """The sorted seconds of each, from alternating turns."""
+    """The sorted durations of each, in seconds, from alternating turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(TURNS):
         for name, call in calls.items():

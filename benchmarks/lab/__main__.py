@@ -1,7 +1,7 @@
 """`python -m benchmarks.lab [--study NAME] [TRACE...]`: compares policies on generated workloads and on these traces, and
 writes docs/results.md.
 
-Without a name, the chapters in `SHORT`; `full` repeats them with more requests, which takes hours.
+Without a name, it runs the chapters in `SHORT`; `full` repeats them with more requests, which takes hours.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LOSSES = (0.0, 0.01, 0.1)
 
 
 def _write_grid(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int, kept: Path | None) -> None:
-    """Write the one table of rivals."""
+    """Write the chapter with the table of all rivals."""
     requests, dynamo = GRID_REQUESTS[study], DYNAMO_POLICIES if PYTHON.exists() else ()
     policies = (grid.OUR, *grid.RIVALS, *(grid.OTHERS if study == "full" else ()), *dynamo)
     results = grid.run_grid(grid.cases_of(traces), policies, grid.LOADS, seeds, requests, str(PYTHON), JOBS, kept)
@@ -52,7 +52,7 @@ def _write_terms(traces: Sequence[str], watch: Stopwatch, study: str, seeds: int
 
 
 def _write_events(workloads: Sequence[Workload], watch: Stopwatch) -> None:
-    """Write the chapter on late and lost events: when is kvatlas no better than policies without events? For the first
+    """Write the chapter on late and lost events: when is kvatlas no better than policies without events? Uses the first
     workload."""
     workload = workloads[0]
     without = ", ".join(UNRELIABLE[1:])
@@ -93,7 +93,7 @@ def _load(name: str, requests: int) -> Workload:
 ON_GRID = {"grid": _write_grid, "terms": _write_terms}
 CHAPTERS = {"events": _write_events}
 SHORT = ("grid", "events")
-"""Chapters of the short study."""
+"""The chapters of the short study."""
 
 
 def main(words: Sequence[str]) -> None:

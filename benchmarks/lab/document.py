@@ -27,7 +27,7 @@ _MARK = re.compile(r"^<!-- chapter: (\w+) -->\n", re.MULTILINE)
 
 
 class Stopwatch:
-    """Elapsed time, and the CPU time of this process and of its children that have ended, since it was made."""
+    """Measures, from its creation on, elapsed time, and the CPU time of this process and its finished children."""
 
     def __init__(self) -> None:
         self._began_s, self._began_cpu_s = time.monotonic(), _processor_s()

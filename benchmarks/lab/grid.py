@@ -1,9 +1,9 @@
 """The one table: kvatlas against every rival, on every workload, from a quiet fleet to an overloaded one.
 
-The load of a workload is relative to what LMetric, the strongest policy without events, bears: at load 1, 90 % of its
-requests are good. Each case is replayed with several seeds, each with requests of its own, none of which was used to choose a
-factor of the cost. kvatlas wins (or loses) a figure if it is better (worse) than the best rival of that case, seed by seed,
-beyond the 95 % interval of the mean difference; otherwise they tie.
+The load of a workload is relative to what LMetric, the strongest policy without events, can bear: at load 1, 90% of its
+requests are good. Each case is replayed with several seeds, each with its own requests, none of which was used to choose a
+factor of the cost. kvatlas wins (or loses) a figure if, compared seed by seed with the best rival of that case, it is better
+(worse) beyond the 95% interval of the mean difference; otherwise they tie.
 """
 
 import json
@@ -30,17 +30,18 @@ from kvatlas_simulator.lab.traces import read_trace
 WORKERS = 4
 COST = StepCost(90.0, 14_000.0, 80.0, 0.027, 55.0, attention_us_per_token_pair=0.0016, overhead_us=1_500.0)
 """A 70-billion-parameter model with grouped-query attention (80 layers, hidden size 8,192, 16 bit) on four accelerators of 400
-TFLOP/s and 3 TB/s in practice: a prompt token is 140 GFLOP, a pair of attention 4 x 8,192 x 80 FLOP, a step reads 140 GB of
-weights and takes the host 1.5 ms, a KV token is 320 KiB. kvatlas begins with the rates of a smaller model, and learns."""
+TFLOP/s and 3 TB/s in practice: a prompt token takes 140 GFLOP, a pair of attended tokens 4 x 8,192 x 80 FLOP; a step reads 140
+GB of weights and takes the host 1.5 ms; a token's KV is 320 KiB. kvatlas begins with the rates of a smaller model, and
+learns."""
 FLEET = FleetSettings(WORKERS, 200_000, cost=COST)
 LOADS = (0.3, 0.9, 1.3)
 BUSY_LOADS = LOADS[1:]
 GOOD_SHARE = 0.9
 SEARCHED = (0.2, 40.0)
-"""Multiples of a workload's own rate among which load 1 is searched."""
+"""The multiples of a workload's own rate between which load 1 is searched for."""
 SEARCHES = 6
 FIRST_SEED = 100
-"""Factors of the cost were chosen with smaller seeds."""
+"""Smaller seeds were used to choose the factors of the cost."""
 OUR = "kvatlas"
 TERMS = (
     "kvatlas-no-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
@@ -54,7 +55,7 @@ OTHERS = ("round-robin", "least-loaded", "session", "least-prefill-tokens", "ora
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload on a fleet. `workload`: a generated one, or a trace's file. `longer`: it has this many times the requests."""
+    """A workload on a fleet. `workload`: a generated one, or a trace's file. `longer`: factor on the number of requests."""
 
     name: str
     workload: str
@@ -82,7 +83,7 @@ CASES = (
 
 
 class Aim(NamedTuple):
-    """A figure to compare; `sign` 1: less is better."""
+    """A figure to compare. `sign`: 1 if less is better."""
 
     field: str
     title: str
@@ -101,7 +102,7 @@ AIMS = (
 
 
 class Run(NamedTuple):
-    """One replay: `requests` of a case's workload, at this load, where `speed` is load 1."""
+    """One replay: this many `requests` of a case's workload, at this load; at load 1, it runs at this `speed`."""
 
     case: str
     load: float
@@ -112,11 +113,11 @@ class Run(NamedTuple):
 
 
 Results = Mapping[tuple[str, float, str], Sequence[Figures]]
-"""By case, load and policy: the figures of each seed."""
+"""The figures of each seed, by case, load and policy."""
 
 
 def cases_of(traces: Iterable[str]) -> tuple[Case, ...]:
-    """The generated cases, and one for each trace: its engines have larger caches, for its longer prompts."""
+    """The generated cases, and one for each trace, whose engines have larger caches, for its longer prompts."""
     return (
         *CASES,
         *(Case(Path(one).name.partition("_")[0], one, replace(FLEET, cache_tokens=500_000)) for one in traces),
@@ -133,7 +134,8 @@ def run_grid(
     jobs: int,
     kept: Path | None,
 ) -> Results:
-    """Replay every case. `python`: Dynamo's. `kept`: a file for the figures, so that an interrupted study can continue."""
+    """Replay every case. `python`: the interpreter with Dynamo. `kept`: a file for the figures, so an interrupted study can
+    continue."""
     known: dict[Run, Figures] = {}
     if kept is not None and kept.exists():
         for line in kept.read_text().splitlines():
@@ -192,7 +194,7 @@ def _load(name: str, requests: int, seed: int) -> Workload:
 
 
 class Verdict(NamedTuple):
-    """kvatlas against one rival in one figure: the `gain` as a share of the rival's value, and whether it is certain."""
+    """kvatlas compared with one rival in one figure: the `gain` as a share of the rival's value, and whether it is certain."""
 
     rival: str
     gain: float

@@ -1,6 +1,6 @@
 """`python -m benchmarks.lab.hot_documents`: mean time to first token with and without fetching, if documents become hot.
 
-Each request asks a question of 500 tokens about one of the documents, which have 32,256 tokens. Virtual time; three minutes
+Each request asks a question of 500 tokens about a document of 32,256 tokens. It runs in virtual time, and takes three minutes
 on two cores.
 """
 
@@ -19,12 +19,12 @@ POLICIES = ("kvatlas", "kvatlas-fetching")
 SEEDS = 5
 BLOCK_TOKENS, DOCUMENT_BLOCKS, QUESTION_TOKENS, ANSWER_TOKENS = 512, 63, 500, 100
 EARLIER = 75
-"""Requests about eight other documents, at 5 a second. They come first and don't count."""
+"""Number of requests about eight other documents, at 5 per second, that come first and don't count."""
 
 
 class Case(NamedTuple):
-    """`documents` that become hot at once, after `earlier` requests about others. With `turn_s`, they become hot one after
-    another, each for so many seconds."""
+    """`documents`: how many become hot at once, after `earlier` requests about others. With `turn_s`, they become hot one after
+    another, each for that many seconds."""
 
     name: str
     documents: int

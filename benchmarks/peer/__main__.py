@@ -1,5 +1,5 @@
-"""`python -m benchmarks.peer [--ours] [PART,...]`: prints the figures of both; all parts without a list. `--ours`: only
-kvatlas, without the peer installed."""
+"""`python -m benchmarks.peer [--ours] [PART,...]`: prints the figures of both (without a list, of all parts). `--ours`:
+kvatlas alone; the peer need not be installed."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from benchmarks.stores import valkey_store
 
 
 async def _measure(parts: Sequence[str], subjects: Sequence[Subject], console: Console) -> None:
-    """Print each part when it is measured."""
+    """Print each part as soon as it is measured."""
     for part in parts:
         async with valkey_store() as store:
             rows = await PARTS[part](store, subjects)

@@ -19,7 +19,7 @@ from benchmarks.stores import store_cpu_s
 from kvatlas.store.connection import Store
 
 POOLS = ((8, 8), (64, 8), (64, 64), (256, 8), (1_000, 8))
-"""(workers, how many of them hold each prefix, all to different depths)."""
+"""(workers, how many of them hold each prefix, each to a different depth)."""
 ROUNDS = 3
 CHILD_READY_S = 60
 ROUTER_MS = 0.5
@@ -117,7 +117,7 @@ def _our_router(store: Store, source: PromptSource) -> AbstractAsyncContextManag
 
 @asynccontextmanager
 async def _their_router(source: PromptSource) -> AsyncIterator[Child]:
-    """Run their router, with an engine for each worker that holds blocks, and one silent engine for all others."""
+    """Run the peer's router, with an engine for each worker that holds blocks, and one silent engine for all others."""
     holding = sorted({worker for depths in source.depths for worker in depths})
     with Engines(len(holding) + 1) as engines:
         sockets = {str(worker): engines.endpoints[i] for i, worker in enumerate(holding)}

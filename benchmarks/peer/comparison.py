@@ -11,7 +11,7 @@ from benchmarks.result import Result
 
 
 class Subject(StrEnum):
-    """Who is measured."""
+    """The measured systems."""
 
     OURS = "ours"
     THEIRS = "theirs"
@@ -19,7 +19,7 @@ class Subject(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of each subject, from each turn. A subject that was not measured, or has no such figure, is missing.
+    """One figure from each turn of each subject. A subject that was not measured, or has no such figure, is missing.
 
     `budget`: upper limit of ours."""
 

@@ -1,10 +1,10 @@
 """A child process that acts as several engines: `python -m benchmarks.peer.engine_process FIRST_PORT ENGINES HASHES`.
 
 Engines publish messages of HASHES blocks each, in chains of CHAIN blocks that no other engine has. Turns, in this order:
-`prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1. Their chains are
-each engine's own (CONTENTS `own`), the same for all (`same`), or its own but different ones (any other word); `publish RATE`
-waits for subscribers and publishes the messages, engine by engine in turn, RATE a second in total or (0) as fast as the
-subscribers take them. `clear FIRST LAST`: these engines drop their caches.
+`prepare MESSAGES FIRST LAST CONTENTS` makes that many messages for each of the engines FIRST to LAST - 1. Their chains are each
+engine's own (CONTENTS `own`), the same for all (`same`), or its own but different ones (any other word). `publish RATE` waits
+for subscribers and publishes the messages, one engine after another, RATE per second in total or (0) as fast as the subscribers
+take them. With `clear FIRST LAST`, these engines drop their caches.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from benchmarks.peer.engines import Engines, encode_cleared, encode_stored
 from benchmarks.peer.prompts import BLOCK_SIZE, VOCABULARY
 
 CHAIN = 64
-"""Blocks; a multiple of every number of hashes per message."""
+"""Blocks per chain; a multiple of every number of hashes per message."""
 
 
 def chain_tokens(owner: int | str, number: int) -> list[int]:
@@ -34,7 +34,7 @@ def chain_owner(contents: str, engine: int) -> int | str:
 
 
 def last_chain(owner: int | str, hashes: int, messages: int) -> list[int]:
-    """The token ids of the last chain that this many of an engine's first messages complete."""
+    """The token ids of the last chain that is complete after an engine's first `messages` messages."""
     return chain_tokens(owner, messages * hashes // CHAIN - 1)
 
 

@@ -1,6 +1,6 @@
 """Engines as both subjects see them: ZMQ sockets that publish vLLM's KV events, one per worker.
 
-A real engine drops messages for a slow subscriber; these wait instead, so that both subjects get all messages.
+A real engine drops messages for a slow subscriber; these wait instead, so both subjects get all messages.
 """
 
 import time
@@ -40,7 +40,8 @@ def encode_cleared() -> bytes:
 
 
 class Engines:
-    """Event sockets of several engines, bound to loopback ports; `ports`: given ones, or as many free ones as engines."""
+    """Event sockets of several engines, bound to loopback ports. `ports`: those given, or a free one for each
+    engine."""
 
     def __init__(self, count: int, first_port: int | None = None) -> None:
         self._context = zmq.Context()
@@ -67,7 +68,7 @@ class Engines:
         self._context.destroy(linger=0)
 
     def wait_for_subscribers(self, count: int | None = None) -> None:
-        """Wait until each engine, or each of the first `count`, has one. Raises TimeoutError."""
+        """Wait until each engine, or each of the first `count`, has a subscriber. Raises TimeoutError."""
         for endpoint, socket in list(zip(self.endpoints, self._sockets, strict=True))[:count]:
             if not socket.poll(SUBSCRIBED_MS, zmq.POLLIN):
                 raise TimeoutError(f"nobody subscribed to {endpoint} within {SUBSCRIBED_MS / 1e3:.0f} s")

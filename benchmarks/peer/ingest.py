@@ -20,13 +20,13 @@ from kvatlas.store.connection import Store
 
 ENGINES = 16
 MESSAGES = {1: 2_048, 16: 1_024, 64: 512}
-"""Hashes per message -> messages of each engine."""
+"""Messages of each engine, by hashes per message."""
 ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.01
 PARTS = ("publisher", "NATS", "indexer", "store")
 BUDGETS_US = {"publisher": 2.0, "store": 1.5}
-"""Per block, at 16 per message."""
+"""Per block, at 16 blocks per message."""
 BUDGET_US = 4.0
 CALL_MS = 5.0
 
@@ -40,7 +40,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has its own store."""
+    """Each turn has its own store."""
     turns: dict[int, dict[Subject, list[_Turn]]] = defaultdict(lambda: defaultdict(list))
     for _round in range(rounds):
         for hashes in MESSAGES:

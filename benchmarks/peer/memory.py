@@ -1,4 +1,4 @@
-"""Memory: of the index per block, with one holder and for each additional one; of the process that follows the engines; and of
+"""Memory of the index per block, with one holder and for each additional one; of the process that follows the engines; and of
 each idle process."""
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ ROUNDS = 2
 DEADLINE_S = 120
 POLL_S = 0.05
 RELEASED_S = CHECK_EVERY_S + 1
-"""Wait after a burst, until a service has released its memory."""
+"""Wait after a burst, for a service to release its memory."""
 BLOCK_BYTES = 45
 HOLDER_BYTES = 4
 LEDGER_BYTES = 150
@@ -39,7 +39,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has its own store."""
+    """Each turn has its own store."""
     turns: dict[Subject, list[_Turn]] = defaultdict(list)
     for _round in range(rounds):
         for subject in subjects:

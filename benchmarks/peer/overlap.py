@@ -1,6 +1,6 @@
-"""Overlap of ready hashes, by length of the prompt, held by 64 workers to equal and to different depths.
+"""Overlap of precomputed hashes, by prompt length, held by 64 workers to equal and to different depths.
 
-Shared: a router process asks another process: `RouterClient.overlap` (the store), and the peer's indexer over HTTP. In
+Shared: a router process asks another process, by `RouterClient.overlap` (the store) and over HTTP (the peer's indexer). In
 process: the in-memory index, and the peer's radix tree.
 """
 

@@ -1,4 +1,5 @@
-"""Both pipelines, from the engines' event sockets to an index that can be queried, each as the processes that a fleet runs."""
+"""Both pipelines, from the engines' event sockets to an index that can be queried, each with the processes that a fleet
+runs."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -20,7 +21,7 @@ from kvatlas.index.redis.index import open_redis_index
 from kvatlas.store.connection import Store, connected_store
 
 WORKER = "w"
-"""Engine r is worker w-dpr."""
+"""Engine r is worker `w-dp<r>`."""
 
 
 class Pipeline(Protocol):
@@ -28,13 +29,13 @@ class Pipeline(Protocol):
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process id by part."""
+        """Process ids, by part."""
 
     async def depth(self, engine: int, tokens: Sequence[int]) -> int:
-        """Number of leading blocks of a prompt that a router finds at an engine."""
+        """The number of leading blocks of a prompt that a router finds at an engine."""
 
     async def index_bytes(self) -> int:
-        """Memory of the index."""
+        """The memory of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ PIPELINES: Mapping[Subject, Callable[[int, int], AbstractAsyncContextManager[Pip
     Subject.OURS: our_pipeline,
     Subject.THEIRS: their_pipeline,
 }
-"""The followed engines: (the first engine's port, number of engines)."""
+"""The engines that are followed: (the first one's port, their number)."""
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
-"""Prompts of a pool, the same for both subjects. Uses only the standard library, because the peer's processes read this file
+"""Prompts of a pool, the same for both subjects. Uses only the standard library, because the peer's processes import this file
 too.
 
-A prompt begins with one of PREFIXES prefixes, seven eighths of its blocks, that some workers hold; the rest is new, so each
-choice books a prefix that no worker holds yet.
+Seven eighths of a prompt's blocks are one of PREFIXES prefixes, which some workers hold; the rest is new, so each choice books
+a prefix that no worker holds yet.
 """
 
 import random
@@ -15,8 +15,8 @@ VOCABULARY = 100_000
 
 
 class PromptSource:
-    """Prompts of a pool of `workers`, of which `holders` hold each prefix; the same numbers give the same prompts in every
-    process."""
+    """Prompts of a pool of `workers` workers, of which `holders` hold each prefix. The same numbers give the same prompts in
+    every process."""
 
     def __init__(self, workers: int, holders: int, blocks: int = BLOCKS) -> None:
         self.workers = workers
@@ -26,7 +26,7 @@ class PromptSource:
         shared = (blocks - blocks // 8) * BLOCK_SIZE
         self.prefixes = [rng.choices(range(VOCABULARY), k=shared) for _ in range(PREFIXES)]
         self.depths = [self._draw_depths(rng, holders, shared // BLOCK_SIZE) for _ in range(PREFIXES)]
-        """For each prefix: number of its blocks that each worker holds, by worker number, all different."""
+        """For each prefix, how many of its blocks each worker holds, by worker number; the depths differ."""
         self._rng = rng
 
     def _draw_depths(self, rng: random.Random, holders: int, blocks: int) -> dict[int, int]:
@@ -34,7 +34,7 @@ class PromptSource:
         return {worker: max(1, blocks * (rank + 1) // holders) for rank, worker in enumerate(chosen)}
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The token ids of one prompt after the other, without end."""
+        """The token ids of one prompt after another, without end."""
         number = 0
         while True:
             number += 1
@@ -58,7 +58,7 @@ class OverlapCase:
         self.depths = {
             worker: blocks * (rank + 1) // OVERLAP_HOLDERS if different else blocks for worker, rank in enumerate(ranks)
         }
-        """Worker number to blocks."""
+        """Number of blocks, by worker number."""
 
 
 def overlap_cases() -> list[OverlapCase]:

@@ -1,4 +1,4 @@
-"""Start-up time of a program: the command's help, and the imports of a router and of an embedded publisher."""
+"""Start-up time of the command (its help), and of the imports of a router and of an embedded publisher."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ COMMANDS: Sequence[tuple[str, dict[Subject, Sequence[str]], float | None]] = (
     ),
     ("import of an embedded publisher", {Subject.OURS: ["-c", "import publishers.publisher"]}, None),
 )
-"""(what, the Python command of each, budget in seconds); each includes Python's own start."""
+"""(what, the Python command of each, budget in seconds); each includes the start of Python."""
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = RUNS) -> list[Comparison]:
@@ -36,7 +36,7 @@ async def measure(_: Store, subjects: Sequence[Subject], rounds: int = RUNS) -> 
 
 
 async def _time(subject: Subject, args: Sequence[str]) -> float:
-    """Seconds from start to exit. Raises RuntimeError if it fails."""
+    """Seconds from start to exit. Raises RuntimeError if the command fails."""
     python = sys.executable if subject is Subject.OURS else str(PYTHON)
     began = perf_counter()
     process = await asyncio.create_subprocess_exec(

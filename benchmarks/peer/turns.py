@@ -1,5 +1,5 @@
 """What a router process of either subject measures in one turn. Uses only the standard library, because the peer's processes
-read this file too."""
+import this file too."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ PREPARED = 512
 async def time_choices(
     prompts: Iterator[Prompt], book: Callable[[Prompt], Awaitable[Booked]], finish: Callable[[Booked], Awaitable[None]]
 ) -> str:
-    """One choice at a time; each is finished, outside the measured time, before the next: {p50_ms, p99_ms} of booking."""
+    """One choice at a time: {p50_ms, p99_ms} of booking. Each is finished before the next, outside the measured time."""
     times = []
     for _ in range(WARM_UP + CALLS):
         prompt = next(prompts)

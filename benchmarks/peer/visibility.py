@@ -1,6 +1,6 @@
-"""From published to visible: an engine publishes one new block, and a router polls until it finds it.
+"""Time from publication to visibility: an engine publishes one new block, and a router polls until it finds the block.
 
-Quiet: nothing else happens. Busy: 64 other engines, followed by the same process, publish 2,000 messages a second.
+Quiet: nothing else happens. Busy: 64 other engines, followed by the same process, publish 2,000 messages per second.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Turn:
 
 
 async def measure(_: Store, subjects: Sequence[Subject], rounds: int = ROUNDS) -> list[Comparison]:
-    """Every turn has its own store."""
+    """Each turn has its own store."""
     turns: dict[Subject, list[_Turn]] = defaultdict(list)
     for _round in range(rounds):
         for subject in subjects:
@@ -82,7 +82,7 @@ async def _probe(subject: Subject) -> _Turn:
 
 
 async def see_one(probe: Engines, pipeline: Pipeline, engine: int, number: int) -> float:
-    """Seconds until a block that `probe` publishes now is found with this engine of the pipeline."""
+    """Seconds until the pipeline finds a block, which `probe` publishes now, at this engine."""
     tokens = random.Random(f"probe/{number}").choices(range(VOCABULARY), k=BLOCK_SIZE)
     payload, _ = encode_stored(tokens, BLOCK_SIZE)
     began = perf_counter()

@@ -1,1 +1,2 @@
-"""What a request through `kvatlas router` costs beside other proxies for engines: CPU time, in turns, on pinned cores."""
+"""What a request through `kvatlas router` costs, compared with other proxies for engines: CPU time, in turn, on pinned
+cores."""

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.proxies [TARGET,...]`: prints what a request through each proxy costs. Without a list: all that are
-installed. Each takes half a minute in each of three turns."""
+"""`python -m benchmarks.proxies [TARGET,...]`: prints what a request through each of these proxies costs (without a list, all
+that are installed). Each takes half a minute in each of three turns."""
 
 import asyncio
 import os
@@ -103,7 +103,7 @@ async def _main(names: Sequence[str]) -> None:
 
 
 def _cores() -> tuple[int | None, int | None]:
-    """A core for client and engines, and one for the proxies; none if there is only one."""
+    """One core for client and engines, and one for the proxies; none if the machine has only one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return None, None

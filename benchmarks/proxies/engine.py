@@ -17,7 +17,7 @@ LETTERS_A_TOKEN = 4
 
 class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         self._parser = httptools.HttpRequestParser(self)
         self._stream: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""What one proxy takes for requests, chunks and open streams."""
+"""Measures what requests, chunks and open streams cost one proxy."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ HEADERS = ((b"content-type", b"application/json"), (b"authorization", b"Bearer s
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests answered, and the proxy's CPU time for each."""
+    """The requests that were answered, in all and per second, and the proxy's CPU time for each."""
 
     requests: int
     cpu_us: float
@@ -29,7 +29,7 @@ class Load:
 
 
 async def ask(client: EngineClient, target: Target, body: bytes) -> int:
-    """One request; the bytes of its answer."""
+    """Send one request. Returns the length of its answer in bytes."""
     async with client.answering("POST", target.url + PATH, HEADERS, body) as answer:
         received = len(await answer.read_all())
         if answer.status != 200:
@@ -38,7 +38,7 @@ async def ask(client: EngineClient, target: Target, body: bytes) -> int:
 
 
 async def saturate(client: EngineClient, target: Target, body: bytes, seconds: float, connections: int) -> Load:
-    """Requests on this many connections, each as soon as the last one is answered."""
+    """Send requests on this many connections, each as soon as the previous one is answered."""
     count = 0
     began, before = perf_counter(), target.cpu_us()
 
@@ -53,7 +53,7 @@ async def saturate(client: EngineClient, target: Target, body: bytes, seconds: f
 
 
 async def chunk_us(client: EngineClient, target: Target, seconds: float) -> float:
-    """CPU time of one event: the difference of long streams and short ones."""
+    """CPU time of one event, from the difference between long and short streams."""
     found = []
     for events in (SHORT, LONG):
         body = bodies.small(stream=True, seed=GAP_MS).replace(b'"max_tokens": 16', b'"max_tokens": %d' % events)
@@ -63,7 +63,7 @@ async def chunk_us(client: EngineClient, target: Target, seconds: float) -> floa
 
 @asynccontextmanager
 async def open_streams(client: EngineClient, target: Target, count: int) -> AsyncIterator[None]:
-    """Streams that continue with one event per minute."""
+    """Open streams that get one event per minute."""
     body = bodies.small(stream=True, seed=60_000).replace(b'"max_tokens": 16', b'"max_tokens": 1000')
     answers = []
     try:

@@ -1,4 +1,4 @@
-"""The proxies, each as a process on a core of its own, before the same four engines."""
+"""The proxies, each as a process on its own core, in front of the same four engines."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ READY_S = 120.0
 
 Process = asyncio.subprocess.Process
 Command = Callable[[int, Sequence[str], str], list[str]]
-"""From a free port, the engines' URLs and the store's URL to a command line."""
+"""Makes a command line from a free port, the engines' URLs and the store's URL."""
 
 
 def _kvatlas(*more: str) -> Command:
@@ -56,7 +56,7 @@ class Target:
     url: str
 
     def cpu_us(self) -> float:
-        """CPU time of its threads so far."""
+        """The CPU time of its threads so far."""
         total = 0
         for thread in Path(f"/proc/{self.pid}/task").iterdir():
             with suppress(OSError):  # it may end in the meantime
@@ -71,7 +71,7 @@ class Target:
 
 @asynccontextmanager
 async def running(command: Sequence[str], core: int | None, log: Path) -> AsyncIterator[Process]:
-    """A process on this core. `log`: its output."""
+    """Run a process on this core. `log`: the file for its output."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(Path.cwd())}

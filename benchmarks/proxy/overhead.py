@@ -35,7 +35,7 @@ PROMPT = "Which worker holds most of this prompt, and what would it cost on each
 
 @dataclass(slots=True)
 class _Target:
-    """One way to the engine; its process announces a URL."""
+    """One way to the engine, through a process that announces a URL."""
 
     name: str
     process: ServerProcess
@@ -43,14 +43,14 @@ class _Target:
     cpu_before_ms: float = 0
 
     def cpu_ms(self) -> float:
-        """CPU time of its process so far."""
+        """The CPU time of its process so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) * 1_000 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a proxy adds to a request of one kind, and the CPU time that it takes for each."""
+    """What a proxy adds to a request of one kind, and its CPU time per request."""
 
     kind: str
     proxy: str

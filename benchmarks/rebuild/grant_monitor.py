@@ -31,7 +31,7 @@ class GrantMonitor:
         await client.flush()
 
     def complete(self, records: Mapping[str, WorkerRecord]) -> None:
-        """Remove the outstanding snapshots that these records show to be in the index."""
+        """Remove the outstanding snapshots that are in the index according to these records."""
         for worker_id, request in list(self.outstanding.items()):
             record = records.get(worker_id)
             if record is not None and record.incarnation >= request.incarnation and not record.loading:

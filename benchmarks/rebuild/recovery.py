@@ -1,7 +1,7 @@
 """Measures how long an index of 1,048,576 blocks takes to be complete again after FLUSHALL.
 
-Real servers, two indexers, the publishers of a fleet in one process. It is complete when every worker answers with all its
-blocks. Grants for snapshots are observed on the bus, to count the bytes outstanding at once.
+It uses real servers, two indexers, and the publishers of a fleet in one process. The index is complete when every worker
+answers with all its blocks. Grants for snapshots are observed on the bus, to count the bytes outstanding at the same time.
 """
 
 from contextlib import AsyncExitStack
@@ -26,7 +26,7 @@ BLOCKS = 1 << 20
 INDEXERS = 2
 ROUNDS = 3
 SETTLE_S = 3.0
-"""Pause between two rounds, until no worker is in doubt."""
+"""Pause before each round, until no worker is in doubt."""
 LONGEST_S = 10.0
 POLL_S = 0.05
 DEADLINE_S = 120.0
@@ -68,7 +68,7 @@ async def measure(store: Store, nats_url: str, *, workers: int = WORKERS, rounds
 
 
 async def _wait_until_complete(store: Store, names: list[str], grants: GrantMonitor | None = None) -> float:
-    """Wait until every worker answers with all its blocks. Returns the seconds until the first one answered."""
+    """Wait until every worker answers with all its blocks. Returns after how many seconds the first one answered."""
     began, first_s = perf_counter(), 0.0
     index: RedisIndex | None = None
     with anyio.fail_after(DEADLINE_S):
@@ -76,7 +76,7 @@ async def _wait_until_complete(store: Store, names: list[str], grants: GrantMoni
             await anyio.sleep(POLL_S)
             try:
                 index = index or await open_redis_index(store, writer=False)
-            except LayoutMismatch:  # the indexers have not written the layout again yet
+            except LayoutMismatch:  # the indexers have not yet written the layout again
                 continue
             records = {record.worker_id: record for record in await index.records(0)}
             if grants is not None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.requests [routers] [queue]`: prints what clients see; both without an argument."""
+"""`python -m benchmarks.requests [routers] [queue]`: prints what clients see (without an argument, in both)."""
 
 import sys
 

@@ -23,7 +23,8 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 @dataclass(slots=True)
 class Seen:
-    """One request. `error`: why it was lost. `worker`: from the decision header. Tokens as the engine reports them."""
+    """One request. `error`: why it was lost. `worker`: from the decision header. Token counts are as the engine reports
+    them."""
 
     kind: str = ""
     worker: str = ""
@@ -90,7 +91,7 @@ def ttft_ms(seen: Sequence[Seen], q: float) -> float:
 
 @asynccontextmanager
 async def running_engines(model: str, count: int, **settings: Any) -> AsyncIterator[list[str]]:
-    """Simulated engines in this process; their URLs."""
+    """Run simulated engines in this process; yields their URLs."""
     loaded = EngineSettings.load(model=model, port=0, endpoint=ANY_PORT, replay_endpoint=ANY_PORT, **settings)
     async with anyio.create_task_group() as tasks:
         urls: list[str] = []
@@ -104,7 +105,7 @@ async def running_engines(model: str, count: int, **settings: Any) -> AsyncItera
 
 @asynccontextmanager
 async def repeating(work: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
-    """Do the work once before the block, and repeatedly inside it."""
+    """Do the work once before the block, then repeatedly while the block runs."""
 
     async def repeat() -> None:
         while task.running:

@@ -1,7 +1,7 @@
 """A queue in the router, on and off, at 1.2 times what the engines can serve: `python -m benchmarks.requests queue`.
 
-Two tenants, one of which sends four times as much, and two priorities. Without the router's queue each engine queues what it
-gets, in order of arrival. The engines report how many of their request slots are taken, like SGLang.
+There are two tenants, one of which sends four times as much, and two priorities. Without the router's queue, each engine queues
+what it gets, in order of arrival. The engines report how many of their request slots are taken, as SGLang does.
 """
 
 import re
@@ -30,7 +30,7 @@ SLOTS = 8
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 24
 STEP_US = 200_000.0
-"""Long steps: few requests a second fill the engines, and the machine has time to spare."""
+"""Long steps: a few requests per second fill the engines, and the machine has time to spare."""
 OVERLOAD = 1.2
 SECONDS = 60.0
 SLO_S = 4.0
@@ -48,7 +48,7 @@ ON = [
     "x-priority",
 ]
 WARM_UP_S = 10.0
-"""Seconds not counted at the start, before a queue has formed."""
+"""Seconds at the start that don't count, until a queue has formed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def capacity_per_s() -> float:
 
 
 async def measure() -> list[Run]:
-    """Off, on, and on with three routers, which share the queue."""
+    """Measure without a queue, with one, and with one that three routers share."""
     return [
         await _run("engines' queues", []),
         await _run("one router's queue", ON),

@@ -1,7 +1,7 @@
 """Three routers behind a plain round-robin balancer with a flaky engine among 16, compared with one router without faults.
 
-`python -m benchmarks.requests routers`. Engines publish their events to `kvatlas up`; everything else is real too: indexer,
-store, router processes. The flaky engine answers every second request with 500, at once.
+`python -m benchmarks.requests routers`. The engines publish their events to `kvatlas up`; indexer, store and router processes
+are real. The flaky engine answers every second request with 500, at once.
 """
 
 from collections import Counter
@@ -64,7 +64,7 @@ class Run:
 
 
 class Front:
-    """A front for one engine that lets every second request fail while `flaky`."""
+    """A proxy in front of one engine; while `flaky`, it makes every second request fail."""
 
     def __init__(self) -> None:
         self.flaky = False
@@ -73,7 +73,7 @@ class Front:
     @asynccontextmanager
     async def serve(self, engine_url: str) -> AsyncIterator[str]:
         """Serve; yields the URL."""
-        fresh = httpx.Limits(max_keepalive_connections=0)  # an idle connection may be one that the engine closes
+        fresh = httpx.Limits(max_keepalive_connections=0)  # the engine may close an idle connection
         async with (
             httpx.AsyncClient(timeout=60, limits=fresh, trust_env=False) as client,
             anyio.create_task_group() as tasks,
@@ -101,7 +101,7 @@ class Front:
 
 
 async def measure() -> list[Run]:
-    """Measure one router without faults, then three with a flaky engine, over the same fleet with other prompts."""
+    """Measure one router without faults, then three with a flaky engine, on the same fleet with other prompts."""
     front = Front()
     engine = {"num_gpu_blocks": 4_096, "decode_step_us": STEP_US}
     async with AsyncExitStack() as stack:

@@ -1,7 +1,7 @@
 """The cost of a choice as its pool grows, one dimension at a time: `python -m benchmarks.route.growth`.
 
-Prompts are given as hashes, so that the router does not hash them. Times and processor times are of one choice with its
-booking, its first token and its end; overlaps are requested separately.
+Prompts are given as hashes, so the router does not hash them. Times and CPU times are for one choice with its booking,
+its first token and its end; overlaps are requested separately.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ POINTS = {
     "blocks": [(WORKERS, HOLDERS, blocks) for blocks in (64, 512, 2_048, 8_192)],
     "holders": [(256, holders, BLOCKS) for holders in (1, 8, 64, 256)],
 }
-"""(workers, holders of each prefix, all to different depths, blocks of a prompt)."""
+"""(workers, holders of each prefix, each to a different depth, blocks of a prompt)."""
 WARM_UP = 30
 CALLS = 120
 BAR = 24
-"""Characters of the longest bar."""
+"""Length of the longest bar, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Medians in milliseconds; processor times are means."""
+    """Medians in milliseconds; CPU times are means."""
 
     workers: int
     holders: int

@@ -39,7 +39,7 @@ async def measure(store: Store) -> list[Result]:
 
 
 async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Callable[[], Prompt]) -> list[float]:
-    """The sorted seconds of each `book`, one at a time, each finished before the next."""
+    """The sorted durations of `book`, in seconds; each booking is finished before the next."""
     await workload.write(store)
     times = []
     async with RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False) as router:
@@ -54,6 +54,6 @@ async def _time_bookings(store: Store, workload: RouteWorkload, next_prompt: Cal
 
 
 async def _time_overlaps(store: Store, workload: RouteWorkload) -> list[float]:
-    """The sorted seconds of each overlap alone, on the workload's data."""
+    """The sorted durations of overlaps alone, in seconds, on the workload's data."""
     index = await open_redis_index(store, writer=False)
     return await time_async_calls([partial(index.overlap, SCOPE, workload.hashes()) for _ in range(CALLS)])

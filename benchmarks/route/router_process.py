@@ -1,7 +1,7 @@
 """A child process that routes as fast as it can: `python -m benchmarks.route.router_process REDIS_URL WORKERS BLOCKS SECONDS`.
 
-Routes CONCURRENCY prompts at a time. Its result is the number of finished choices, the seconds, and the seconds of processor
-time.
+Routes CONCURRENCY prompts at a time. Its result is the number of finished choices, the seconds that they took, and the seconds
+of CPU time.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""How long a booked choice takes by what the workers hold: a few holders, all alike, all different, half of them evicted,
-two speeds of engines.
+"""How long a booked choice takes, by what the workers hold: a few holders, all alike, all different, half of them evicted, two
+speeds of engines.
 
 A prompt has 512 blocks, of which 448 are one of four shared prefixes. Alike: all hold a system prompt, four hold more.
-Different: each holds another part. Evicted: half hold a quarter, the others were cut anywhere. Each choice gets its first token
-and its end.
+Different: each holds a different part. Evicted: half hold a quarter, the others different parts. The first token and the end of
+each choice are reported.
 """
 
 import os
@@ -50,7 +50,7 @@ class ShapeFigures:
 
 
 async def measure(store: Store) -> Table:
-    """Every shape at every size."""
+    """Measure every shape at every size."""
     table = Table("workers", "held", "p50 ms", "router us", "store us", title=f"route by what is held, {BLOCKS} blocks")
     for workers in WORKERS:
         for shape in SHAPES:
@@ -70,7 +70,7 @@ async def measure_shape(store: Store, workers: int, shape: str) -> ShapeFigures:
         store_s: list[float] = []
         for _ in range(1 + BATCHES):
             await _write_load(store, workers)
-            await sleep(0.25)  # until this is read
+            await sleep(0.25)  # until routers have read it
             await _route(router, chains, 1)
             store_before_s, before_s = await store_cpu_s(store), process_time()
             times += await _route(router, chains, CALLS)
@@ -94,7 +94,7 @@ async def _route(router: RouterClient, chains: list[bytes], calls: int) -> list[
 
 
 async def _fill(store: Store, rng: random.Random, workers: int, shape: str) -> list[bytes]:
-    """Write what the workers hold into the store, which is emptied first. Returns the prefixes' hashes."""
+    """Empty the store, and write what the workers hold into it. Returns the prefixes' hashes."""
     await store.client.flushall()
     index, use = await open_redis_index(store, writer=True), ScopeUse(SCOPE, BLOCK_SIZE)
     chains = []

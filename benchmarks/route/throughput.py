@@ -14,7 +14,7 @@ SECONDS = 2.0
 
 
 async def measure(store: Store) -> list[Result]:
-    """Measure choices that are booked, get their first token, and are finished."""
+    """Measure choices that are booked, whose first token is reported, and that are finished."""
     results = []
     for processes in PROCESSES:
         results += await _measure_processes(store, processes)

@@ -1,7 +1,7 @@
 """The pool and the prompts that `route` is measured with.
 
-A prompt begins with one of PREFIXES shared prefixes, seven eighths of its blocks, which every worker holds to a different
-depth; the rest is unique. So each choice prices every worker, and books a new prefix.
+Seven eighths of a prompt's blocks are one of PREFIXES shared prefixes, which every worker holds to a different depth; the rest
+is unique. So each choice prices every worker, and books a new prefix.
 """
 
 import os
@@ -37,7 +37,7 @@ class RouteWorkload:
         self._prompts = 0
 
     async def write(self, store: Store, *, shards: int | None = None) -> None:
-        """Write the workers and what they hold into the store, which is emptied first."""
+        """Empty the store, and write the workers and what they hold into it."""
         await store.client.flushall()
         index = await open_redis_index(store, shards=shards, writer=True)
         use = ScopeUse(SCOPE, BLOCK_SIZE)
@@ -65,7 +65,7 @@ class RouteWorkload:
         await FleetStore(store).write({load.id: routable_record(SCOPE, load) for load in loads})
 
     def hashed_prompt(self) -> Prompt:
-        """The next prompt, as ready hashes."""
+        """The next prompt, as precomputed hashes."""
         return Prompt.of_hashes(SCOPE, self.hashes(), BLOCK_SIZE, input_tokens=self.blocks * BLOCK_SIZE + 7)
 
     def hashes(self) -> bytes:

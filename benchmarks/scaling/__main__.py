@@ -1,4 +1,5 @@
-"""Figures for `docs/scaling.md`: `python -m benchmarks.scaling [primaries] [fleet] [sidecars]`; without a name all."""
+"""Figures for `docs/scaling.md`: `python -m benchmarks.scaling [primaries] [fleet] [sidecars]`; without a name, all of
+them."""
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -32,7 +32,7 @@ WORKERS, BLOCKS = 1_000, 256
 RESTARTED = 100
 INDEXERS = 2
 ROUTERS, CHOICES = 10, 20
-"""Choices of each router, one after another; all routers at once."""
+"""Choices of each router, one after another, while all routers run at once."""
 PROMPT_TOKENS = 4_096
 IDLE_S, EVENTS_S, EVENT_RATE = 10.0, 10.0, 100.0
 DEADLINE_S = 240.0

@@ -1,8 +1,8 @@
 """Ingest, overlap and choices on 1, 2 and 3 primaries and with 1, 2 and 4 indexers: CPU time per block and per choice.
 
-One primary is a standalone server with one shard. Two and three are those of a cluster of three that hold shards: two shards,
-and four, whose slots are dealt to them in turn. All share this machine's cores, so blocks per second mean little; each
-process' CPU time shows what scales.
+One primary is a standalone server with one shard. Two and three are the primaries that hold shards in a cluster of three: two
+shards, or four, whose slots they get in turn. All share this machine's cores, so blocks per second mean little; each process'
+CPU time shows what scales.
 """
 
 import os
@@ -29,7 +29,7 @@ from router_client import RouterClient, RouterSettings
 from tests.valkey_cluster import ClusterProcesses, EmbeddedCluster
 
 PRIMARIES = {1: 1, 2: 2, 3: 4}
-"""Primaries with shards to shards: a divisor of 64."""
+"""The number of shards (a divisor of 64), by the number of primaries that hold them."""
 INDEXERS = (1, 2, 4)
 HASHES, MESSAGES = 16, 6_000
 CHOICES, OVERLAPS = 200, 200
@@ -41,7 +41,8 @@ POLL_S = 0.05
 
 @dataclass(slots=True)
 class Figures:
-    """Microseconds of a choice and of an overlap by process; of a block by number of indexers, and blocks per second."""
+    """CPU time in microseconds: of a choice and an overlap, by process; of a block, by number of indexers. And blocks per
+    second."""
 
     primaries: int
     choice_us: dict[str, float] = field(default_factory=dict)
@@ -134,7 +135,7 @@ async def _wait_until_applied(index: RedisIndex) -> None:
 
 
 def _sum_of(figures: dict[str, float], prefix: str) -> tuple[float, float]:
-    """(sum over the processes whose name starts with `prefix`, the busiest one's value)."""
+    """(the sum over all processes whose name starts with `prefix`, the value of the busiest one)."""
     found = [figure for name, figure in figures.items() if name.startswith(prefix)] or [0.0]
     return sum(found), max(found)
 

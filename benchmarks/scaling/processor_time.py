@@ -1,4 +1,4 @@
-"""CPU time of several processes over a stretch of time."""
+"""CPU time of several processes over a period of time."""
 
 from collections.abc import Mapping
 from time import perf_counter
@@ -19,10 +19,10 @@ class Stretch:
         return perf_counter() - self._began
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor seconds of each process until now."""
+        """CPU seconds of each process so far."""
         return {name: usage_of(pid).cpu_s - self._before[name] for name, pid in self._pids.items()}
 
     def share(self) -> dict[str, float]:
-        """Average share of a core, by process."""
+        """The average share of a core, by process."""
         seconds = self.seconds
         return {name: cpu_s / seconds for name, cpu_s in self.cpu_s().items()}

@@ -1,8 +1,7 @@
 """The publishers of many workers in one process: `python -m benchmarks.scaling.workers NATS_URL WORKERS BLOCKS`.
 
 Each turn is a line: `events RATE SECONDS` (messages per second of all workers, each of MESSAGE_BLOCKS new blocks), `restart
-COUNT` (this many workers end at once, start again with empty caches, and fill them). Heartbeats continue in the
-meantime.
+COUNT` (this many workers end at once, start again with empty caches, and fill them). Heartbeats continue meanwhile.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ def worker_name(number: int) -> str:
 
 
 class Worker:
-    """One worker's publisher, in its own task."""
+    """Runs one worker's publisher in its own task."""
 
     def __init__(self, client: Client, number: int, blocks: int, rng: random.Random) -> None:
         self._settings = PublisherSettings(worker_id=worker_name(number), model_id="bench", block_size=BLOCK_SIZE)

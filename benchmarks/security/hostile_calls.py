@@ -1,8 +1,8 @@
-"""The longest calls of functions that a hostile user of the store can make, with the largest arguments that these take, on a
-store with a large fleet: CPU time of the server's main thread. `python -m benchmarks.security.hostile_calls`;
-`--binary PROGRAM`: another server.
+"""The longest function calls that a hostile user of the store can make, with the largest arguments that functions accept, on a
+store with a large fleet: CPU time of the server's main thread. `python -m benchmarks.security.hostile_calls`; `--binary
+PROGRAM`: another server.
 
-`tests/attacks/store/test_function_work.py` counts what the same calls do, and needs no clock.
+`tests/attacks/store/test_function_work.py` counts the work of the same calls, and needs no clock.
 """
 
 import argparse
@@ -36,18 +36,18 @@ MARKED, ACTIVE, WORKERS = "kva:{s0}:marked", "kva:{s0}:active", "kva:{s0}:worker
 HELD = "kva:{s0}:held"
 STATES = [WORKERS, *(f"kva:{{s0}}:{part}" for part in ("holders", "active", "digests", "steps", "marked"))]
 CHAIN, HOLDERS = 20_000, 64
-"""Blocks of the chain, no two values equal; workers that hold them."""
+"""Number of blocks in the chain (no two values are equal), and of the workers that hold them."""
 POOL_WORKERS, FAKE_WORKERS = 1_000, 600
 RESERVED = 1_500
 MOST_US = 10**15
 LONG_CHAIN_AT, LONGEST_CHAIN = 2_048, 2_048
-"""Half of the predictions are of few steps, half of as many as one may have: place of these in the chain, and number."""
+"""Half of the predictions have few steps, half as many as one may have: the place of these in the chain, and their number."""
 
 Words = tuple[str | int | bytes, ...]
 
 
 class HostileCall(NamedTuple):
-    """`user`: the user that may make it. `act`: what makes it long."""
+    """`user`: a user who may make the call. `act`: what makes it long."""
 
     user: str
     function: str
@@ -60,7 +60,7 @@ def hash_of(number: int) -> bytes:
 
 
 def holders_value(number: int) -> bytes:
-    """Holders value of a block of the chain: half of the workers, a different half for each block."""
+    """The holders value of a block in the chain: half of the workers, a different half for each block."""
     return b"".join(
         holder.to_bytes(3, "big") + b"\1" for holder in range(HOLDERS) if (number >> (holder % 16)) + holder & 1
     )
@@ -247,7 +247,7 @@ def _report(number: int, *, sampled: int = 1, covered: int = -1) -> list[Any]:
 
 
 def _likeness(number: int) -> bytes:
-    """Half of the workers are of one, the rest of all others."""
+    """Half of the workers are of one kind, the rest of all others."""
     return (number % MOST_LIKENESSES if number % 2 else 0).to_bytes(8, "big")
 
 
@@ -276,7 +276,7 @@ def measure(binary: Path | None = None) -> list[Result]:
 
 
 def _time(client: Redis, times: Path, call: HostileCall) -> tuple[float, str]:
-    """The CPU time in ms, and how the call was refused."""
+    """The CPU time in ms, and the error if the call was refused."""
     before, answer = int(times.read_text().split()[0]), ""
     try:
         client.execute_command(*call.words)  # type: ignore[no-untyped-call]

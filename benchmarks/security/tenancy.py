@@ -1,5 +1,5 @@
-"""Processor time of proving a request's tenant, by kind of proof: a key, a certificate, a front's address, a known and a new
-JWT; and of the whole gate in front of the proxy, with limits."""
+"""CPU time to prove a request's tenant, by kind of proof: a key, a certificate, a front's address, a known and a new JWT; and
+of the whole gate in front of the proxy, with limits."""
 
 import asyncio
 import json

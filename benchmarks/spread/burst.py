@@ -33,7 +33,8 @@ class Burst:
 
 
 def make_burst(*, requests: int, workers: int, prefixes: int = 48, seed: int = 7) -> Burst:
-    """Prefixes of 1,024 to 6,144 tokens, drawn by popularity, every second one held by one worker; 32 to 512 own tokens."""
+    """Make a burst: prefixes of 1,024 to 6,144 tokens, drawn by popularity, of which one worker holds every second one;
+    32 to 512 own tokens."""
     rng = random.Random(seed)
     shared = [[rng.randrange(100_000) for _ in range(rng.randrange(1_024, 6_144, BLOCK_SIZE))] for _ in range(prefixes)]
     weights = [1 / (rank + 4) ** 0.7 for rank in range(prefixes)]
@@ -48,7 +49,7 @@ def worker_name(number: int) -> str:
 
 
 async def write_fleet(store: Store, burst: Burst, now_us: int) -> None:
-    """Write idle workers and what they hold into the store, which is emptied first."""
+    """Empty the store, and write idle workers and what they hold into it."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     for prefix, worker in burst.warm.items():

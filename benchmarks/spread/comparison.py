@@ -1,7 +1,7 @@
 """How evenly several routers spread a burst, compared with one.
 
-2,000 requests over 16 idle workers, placed by one, two and eight router processes: how evenly the prompt tokens to be computed
-are spread, and the resulting times at the engines; then by eight without prefixes in flight, and without reservations.
+One, two and eight router processes place 2,000 requests on 16 idle workers, then eight without prefixes in flight, and without
+reservations: how evenly the prompt tokens to compute are spread, and the resulting times at the engines.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ RUNS = (("all", 1), ("all", 2), ("all", 8), ("no prefixes in flight", 8), ("no r
 """(what is booked, router processes)"""
 READY_S = 60
 WITHIN = 1.1
-"""Budget for the fullest worker with several routers, as a multiple of its figure with one."""
+"""Budget for the fullest worker with several routers, as a multiple of the figure with one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The outcome with this many routers."""
+    """The outcome of one run."""
 
     variant: str
     routers: int
@@ -64,7 +64,7 @@ async def _run(store: Store, burst: Burst, routers: int, variant: str) -> Run:
 
 
 def to_results(runs: Sequence[Run]) -> list[Result]:
-    """The figures with a budget."""
+    """The figures that have a budget."""
     limit = runs[0].spread.fullest * WITHIN
     return [
         Result(

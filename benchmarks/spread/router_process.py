@@ -1,7 +1,7 @@
 """One router of several as a child process: `python -m benchmarks.spread.router_process URL ROUTERS NUMBER VARIANT REQUESTS
 WORKERS`.
 
-Chooses for its share of the requests, up to CONCURRENCY at a time. Its results are the choices: when (ns), request, worker.
+It chooses for its share of the requests, up to CONCURRENCY at a time. Its results are the choices: when (ns), request, worker.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ class Spread:
     hit_rate: float
     ttft_ms: Sequence[float]
     copies: float
-    """Mean number of workers that computed each prefix that no worker held at the start."""
+    """The mean number of workers that computed a prefix, over the prefixes that no worker held at the start."""
 
     @property
     def fullest(self) -> float:

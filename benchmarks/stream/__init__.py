@@ -1,1 +1,1 @@
-"""From the publisher through the stream into the index: throughput."""
+"""Throughput from the publisher through the stream into the index."""

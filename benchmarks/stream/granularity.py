@@ -1,7 +1,7 @@
 """What `--granularity` saves on the way from the engines to the index, and what overlaps lose:
 `python -m benchmarks.stream.granularity`.
 
-Each granularity has its own processes, in alternating turns. Processor times and bytes are per engine block, announced or not.
+Each granularity has its own processes, in alternating turns. CPU times and bytes are per engine block, published or not.
 """
 
 import random
@@ -29,7 +29,7 @@ from router_client import Prompt, RouterClient, RouterSettings
 GRANULARITIES = (1, 4, 16)
 ENGINES = 16
 HASHES = 16
-"""Blocks per message of an engine."""
+"""Blocks per message."""
 MESSAGES = 1_024
 """Messages per engine."""
 ROUNDS = 2
@@ -42,8 +42,8 @@ PARTS = ("publisher", "NATS", "indexer", "store")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Figures per block, except `messages` of the stream, and `missed`: blocks by which an overlap is below what the engine
-    holds."""
+    """Figures per block, except `messages` in the stream, and `missed`: the blocks by which an overlap falls short of what the
+    engine holds."""
 
     cpu_us: dict[str, float]
     store_bytes: float
@@ -94,7 +94,7 @@ async def _overlap(router: RouterClient, engine: int, tokens: Sequence[int]) -> 
 
 
 async def _missed(router: RouterClient, rng: random.Random) -> int:
-    """Blocks missed for a prompt that an engine holds up to some block."""
+    """Number of blocks missed for a prompt of which an engine holds a part."""
     engine, held = rng.randrange(ENGINES), rng.randint(1, CHAIN)
     chain = chain_tokens(engine, rng.randrange(MESSAGES * HASHES // CHAIN))
     new = rng.choices(range(VOCABULARY), k=(CHAIN - held) * BLOCK_SIZE)

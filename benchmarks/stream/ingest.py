@@ -1,5 +1,5 @@
 """Throughput from events to index: of an indexer process that reads a full stream (its own limit), and of a publisher process,
-NATS (file storage), the indexer and the store together while all of them share this machine's cores."""
+NATS (file storage), the indexer and the store together, which share this machine's cores."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -45,7 +45,7 @@ async def measure(store: Store, nats_url: str) -> list[Result]:
 
 
 async def prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
-    """Prepare an empty index with every position at the stream's end, so that an indexer reads only what is published from now
+    """Prepare an empty index with every position at the stream's end, so an indexer reads only what is published from now
     on."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
@@ -61,7 +61,7 @@ async def prepare_index(store: Store, nats_url: str) -> ResidencyIndex:
 async def measure_rate(
     index: ResidencyIndex, workers: Sequence[str], messages: int, *, count_from_first: bool
 ) -> float:
-    """Messages applied per second, from now on or from the first applied one on."""
+    """Messages applied per second, from now or from the first applied message on."""
     first = 0
     began = perf_counter()
     with anyio.fail_after(DEADLINE_S):
@@ -75,7 +75,7 @@ async def measure_rate(
 
 
 async def _count_applied(index: ResidencyIndex, workers: Sequence[str]) -> int:
-    """Applied messages, without the snapshots."""
+    """The number of applied messages, without snapshots."""
     return sum(record.seq for record in await index.records(0) if record.worker_id in workers and record.seq > 0)
 
 

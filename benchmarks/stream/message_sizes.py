@@ -1,7 +1,7 @@
 """CPU time per block, by number of hashes per message: `python -m benchmarks.stream.message_sizes`.
 
 The same blocks go from a publisher process through NATS (file storage) and an indexer process to the store, in messages of each
-size; sizes take turns, and each process' time counts from the first message to the last one applied.
+size. The sizes take turns; each process' time is measured from the first message until the last one is applied.
 """
 
 from collections.abc import Sequence

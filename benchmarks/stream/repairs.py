@@ -1,6 +1,6 @@
-"""From published to visible while the index repairs itself: a sidecar of 64 ranks that hold 500,000 blocks publishes 2,000
-messages a second, snapshots of a worker with 300,000 blocks are applied one after another, and 64 workers that cleared their
-caches are swept.
+"""Time from publication to visibility while the index repairs itself: a sidecar of 64 ranks that hold 500,000 blocks publishes
+2,000 messages per second, snapshots of a worker with 300,000 blocks are applied one after another, and 64 workers that cleared
+their caches are swept.
 
     python -m benchmarks.stream.repairs
 """
@@ -35,15 +35,15 @@ from kvatlas.bus.subjects import control_subject
 
 RANKS, RANK_BLOCKS = 64, 7_872
 HASHES = 4
-"""Blocks per message; a multiple of it, 64 blocks, is a chain."""
+"""Blocks per message. A chain has 64 blocks, a multiple of it."""
 RATE = 2_000
 FILL_RATE = 8_000
-"""Messages per second. If sent as fast as they are taken, more blocks would wait in the sidecar than it holds."""
+"""Messages per second. Without a limit, more blocks would wait in the sidecar than its ranks hold."""
 MESSAGES = 320
-"""Measured messages per rank, which take ten seconds."""
+"""Measured messages per rank: ten seconds' worth."""
 LARGE_BLOCKS, LEAVING_BLOCKS = 300_032, 4_096
 OTHER = "other"
-"""The sidecar of the engine with LARGE_BLOCKS (rank 0) and of the 64 engines that clear their caches."""
+"""The sidecar for the engine with LARGE_BLOCKS (rank 0) and for the 64 engines that clear their caches."""
 SETTLED_S = 1.0
 FILLED_S = 300
 QUIET_PROBES = 100
@@ -84,11 +84,11 @@ async def _other_sidecar(pipeline: OurPipeline, first_port: int) -> AsyncIterato
 
 
 class _Repairs:
-    """Clears the other engines' caches, then requests one snapshot of the large worker after another until cancelled."""
+    """Clear the other engines' caches, then request one snapshot of the large worker after another, until cancelled."""
 
     def __init__(self, pipeline: OurPipeline, client: Client, others: Child) -> None:
         self.snapshots = 0
-        """Applied so far."""
+        """The number of snapshots applied so far."""
         self._pipeline = pipeline
         self._client = client
         self._others = others
@@ -125,7 +125,7 @@ async def _measure_phases(
     await _wait_for(pipeline, f"{OTHER}-dp0", last_chain(0, CHAIN, LARGE_BLOCKS // CHAIN))
 
     async def see_during(contents: str, beside: Callable[[], Awaitable[None]]) -> list[float]:
-        """Sorted seconds until visible, while the ranks publish their own blocks."""
+        """The sorted seconds until blocks are visible, while the ranks publish them."""
         await ranks.start(f"prepare {MESSAGES} 0 {RANKS} {contents}")
         await ranks.results()
         await ranks.start(f"publish {RATE}")

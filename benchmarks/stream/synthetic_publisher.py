@@ -1,7 +1,7 @@
 """A child process that publishes synthetic events through the real outbox and sender as fast as it can:
 `python -m benchmarks.stream.synthetic_publisher NATS_URL HASHES_A_MESSAGE MESSAGES`.
 
-It is done when the stream has acknowledged everything, and prints the CPU time that it took.
+It ends when the stream has acknowledged everything, and prints the CPU time that it took.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 6 * MARK_EVERY_S
-"""Time that a library must be without a mark: a store that lost its data has no marks until processes set them again."""
+"""How long a library must have had no mark: a store that lost its data has no marks until processes set them again."""
 CHECK_EVERY_S = MARK_EVERY_S
 PARTITION = 0
 """The owner of this partition does the check."""

@@ -1,7 +1,7 @@
 """Decides which closed workers' records to delete (pure; times are seconds of the caller's clock).
 
 A closed record makes the index refuse the rest of its incarnation in the stream. Once nothing of that incarnation is left in
-the stream, the record is useless, and every pod that ever lived leaves one behind.
+the stream, the record is useless, but every pod that ever ran leaves one behind.
 """
 
 from collections.abc import Iterable

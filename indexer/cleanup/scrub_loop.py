@@ -1,7 +1,7 @@
 """Slowly recounts the blocks of each holder against its digest, to find damage that no message caused.
 
-Each replica scrubs the workers of its own partitions, because it can follow their changes meanwhile through the messages that
-it applies. A damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
+Each replica scrubs the workers of its own partitions, because the messages that it applies show it what changes meanwhile. A
+damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
-"""Entries per call: about a millisecond of the store."""
+"""Entries per call: about a millisecond of the store's time."""
 PAUSE_S = 0.02
 """With the budget: 25,000 entries per second, at most a twentieth of the store's time."""
 CHECK_EVERY_S = 1.0
@@ -27,7 +27,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Scrubber:
-    """Scrubs the shards of the owned partitions, each once in `period_s`, or without a pause if that is too short."""
+    """Scrubs the shards of the owned partitions, each once per `period_s`, or without a pause if that is too short."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Scrubber:
         self._under_way: set[int] = set()
 
     async def run(self) -> None:
-        """Scrub until cancelled. After an error of the store the round continues later."""
+        """Scrub until cancelled. After an error from the store, the round continues later."""
         while True:
             try:
                 pause_s = PAUSE_S if await self.tick(monotonic()) else min(CHECK_EVERY_S, self._period_s)

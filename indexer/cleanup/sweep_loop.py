@@ -11,7 +11,7 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 BUDGET_BLOCKS = 2_000
-"""Entries per call: a few milliseconds of the store."""
+"""Entries per call: a few milliseconds of the store's time."""
 PAUSE_S = 0.02
 IDLE_S = 1.0
 

@@ -15,9 +15,9 @@ RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
 """Workers that fell silent within this time of each other count as silent at the same time."""
 FEWEST_AT_ONCE = 3
-"""A smaller number of workers is retired even if it is most of the fleet: a mistake costs two snapshots."""
+"""A smaller number of workers is retired even if it is most of the fleet: a mistake costs at most two snapshots."""
 BLIND_FOR_S = 600.0
-"""After this long without a heartbeat a worker is retired in any case: the fleet was switched off."""
+"""After this long without a heartbeat a worker is retired in any case: the fleet must have been switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class FailureDetector:
                 clocks[worker_id] = min(now_s, at_s + seconds)
 
     def detect(self, now_s: float) -> list[Retirement]:
-        """Mark silent workers as lost. Returns the workers to retire, each time until they are forgotten."""
+        """Mark silent workers as lost. Returns the workers to retire, again in each round until they are forgotten."""
         due: list[tuple[Retirement, float]] = []
         for worker_id, worker in self._workers.items():
             silent_s = now_s - worker.heard_s

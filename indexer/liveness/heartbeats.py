@@ -1,4 +1,4 @@
-"""Receives heartbeats, and writes the owned workers' fleet records for routers (thin; `failure_detector` judges)."""
+"""Receives heartbeats, and writes the owned workers' fleet records for routers (thin: the rules are in `failure_detector`)."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -31,12 +31,12 @@ WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
 """Minimum pause between two urgent rounds."""
 PAUSED_S = 4.0
-"""A longer gap means that this process stood still. More than the time between two rounds, and less than a worker may be
-silent."""
+"""A longer gap means that this process stood still. Longer than the time between two rounds, and shorter than the silence that
+a worker is allowed."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
 """Time within which a fleet record that no replica judges is found. A paused replica may have written it after the worker was
-retired, or a failover of the store brought it back."""
+retired, or a failover of the store may have brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -82,8 +82,8 @@ class Heartbeats:
         """Workers that are known not to be among the departures."""
 
     def adopt(self) -> None:
-        """Also judge the workers of owned partitions that the fleet store knows, from the next round on, which starts at
-        once."""
+        """From the next round on, which starts at once, also judge the workers of owned partitions that the fleet store
+        knows."""
         self._adopt_at_s = self._clock()
         self._wakeup.wake()
 
@@ -147,7 +147,7 @@ class Heartbeats:
         await self._fleet.forget_departures(back)
         self._present |= back
         self._counters.pools_repaired = self._fleet.pools_repaired
-        # a paused replica, once resumed, writes its old view: workers that are lost by now would be alive again
+        # a replica that resumes after a pause writes its old view first, in which workers lost by now are still alive
         await self._fleet.update_existing(self._detector.lost_records())
         for retirement in retirements:
             await self._retire(retirement)

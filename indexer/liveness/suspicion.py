@@ -28,9 +28,9 @@ class Doubt(StrEnum):
     BEHIND = "behind"
     """The worker reports a higher incarnation or seq than its record has."""
     BAD = "bad"
-    """Only a higher incarnation helps: a failed check, another stream, retired, out of memory."""
+    """Only a higher incarnation helps: a check failed, the stream was replaced, or the worker was retired or out of room."""
     GAP = "gap"
-    """A message arrived with a higher seq than the next one."""
+    """A message arrived with a higher seq than the next expected one."""
     FOREIGN = "foreign"
     """No publisher reports the incarnation of its record."""
 
@@ -60,7 +60,7 @@ class SnapshotRequest:
 
 @dataclass(slots=True)
 class _OpenDoubt:
-    """One worker in doubt: when its last progress was, at which (incarnation, seq), and how long to wait."""
+    """One worker in doubt: when it last made progress, at which (incarnation, seq), and how long to wait."""
 
     doubt: Doubt
     known: tuple[int, int]
@@ -142,7 +142,7 @@ class DoubtJudge:
 def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | None:
     """Why the index may be wrong about a worker, or None. `heard`: incarnation -> acked seq of its heartbeats."""
     highest = max(heard.items())
-    published = highest[1] >= 0  # before the first acknowledged message nothing can be missing
+    published = highest[1] >= 0  # before the first acknowledged message, nothing can be missing
     if record is None:
         return Doubt.UNKNOWN if published else None
     known = (record.incarnation, record.seq)
@@ -158,8 +158,8 @@ def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | N
 
 
 def _doubted_incarnation(record: WorkerRecord | None, heard: Mapping[int, int]) -> int:
-    """The highest known incarnation. An incarnation without an acknowledged message is left out: it is yet to come (it may
-    wait for a grant), so its publisher ignores the request and sends it."""
+    """The highest known incarnation. An incarnation without an acknowledged message is left out, because it is yet to come (it
+    may be waiting for a grant): its publisher then ignores the request, and sends it anyway."""
     met = [incarnation for incarnation, acked_seq in heard.items() if acked_seq >= 0]
     if record is not None:
         met += [record.incarnation, record.want[0]]

@@ -12,7 +12,7 @@ from kvatlas.bus.connection import unsubscribe
 
 
 class Echo:
-    """`start`, then any number of `check`, then `stop`."""
+    """Call `start`, then `check` any number of times, then `stop`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,5 +1,5 @@
-"""Keeps two fleets apart: an indexer starts only if its store and its NATS belong to one fleet (thin; `conflict_line`
-judges)."""
+"""Keeps two fleets apart: an indexer starts only if its store and its NATS belong to one fleet (thin: `conflict_line` has the
+rules)."""
 
 import logging
 
@@ -27,7 +27,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class FleetGuard:
-    """`join`, then `run` until cancelled."""
+    """Call `join`, then `run` until cancelled."""
 
     def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
         """`joins`: the configured fleet of this indexer; lets an empty store join it."""
@@ -74,7 +74,7 @@ class FleetGuard:
         return self._own
 
     async def run(self) -> None:
-        """Answer indexers that arrive with another store, and mark store and stream again if they lost the mark."""
+        """Answer indexers that start with another store, and mark store and stream again if they have lost the mark."""
         subscription = await self._client.subscribe(ALL_FLEETS, cb=self._on_question)
         try:
             while True:

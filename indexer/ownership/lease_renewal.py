@@ -1,6 +1,6 @@
 """Keeps this replica's membership and leases alive; starts and stops partitions as their leases come and go.
 
-A lease is renewed only while messages that the replica sends itself through NATS come back, so a replica that can't read
+A lease is renewed only while messages that the replica sends to itself through NATS come back, so a replica that can't read
 releases its partitions. If the store does not answer, partitions are read until the lease has expired by this replica's own
 clock.
 """
@@ -25,7 +25,7 @@ from kvatlas_indexer.ownership.rendezvous import target_partitions
 LEASE_MS = 3_000
 RENEW_EVERY_S = 0.5
 ACQUIRE_EVERY_S = 0.15
-"""Interval while another replica holds leases that should belong to this one."""
+"""Interval between renewals while another replica holds leases that should belong to this one."""
 ECHO_DEADLINE_S = 1.0
 LEAVE_DEADLINE_S = 2.0
 
@@ -58,7 +58,7 @@ class Membership:
         self._held_until_s = 0.0
         self._acquiring = False
         self._lost_members: list[str] = []
-        """Members that the store has lost; they count for the duration of a lease."""
+        """Members that the store has lost; they still count for the duration of a lease."""
         self._lost_members_until_s = 0.0
 
     @property

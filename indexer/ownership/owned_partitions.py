@@ -30,10 +30,10 @@ class Reader(Protocol):
 
 
 class WorkerState(Protocol):
-    """State by worker that is kept only for workers of owned partitions."""
+    """Per-worker state that is kept only for workers of owned partitions."""
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop the state of these workers."""
+        """Drop the state of the workers that are gone."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class OwnedPartitions:
             listener()
 
     async def stop(self, partitions: Sequence[int]) -> None:
-        """Stop the readers of these partitions, wait for their end, and forget the workers that are no longer owned."""
+        """Stop the readers of these partitions, wait for them to end, and forget the workers that are no longer owned."""
         stopped = [self._running.pop(partition) for partition in partitions if partition in self._running]
         for running in stopped:
             running.scope.cancel()

@@ -20,7 +20,7 @@ class EventStream:
             await ensure_stream(self._client, self._settings)
 
     async def info(self) -> StreamInfo:
-        """The position of the stream, which is created if missing. Raises KvatlasError, and nats errors."""
+        """The stream's current position; creates the stream if missing. Raises KvatlasError, and nats errors."""
         try:
             return await stream_info(self._client)
         except NotFoundError:

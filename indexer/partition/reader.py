@@ -1,7 +1,7 @@
-"""Reads one partition of the stream: an ephemeral consumer from the stored position, pulled without waiting.
+"""Reads one partition of the stream: an ephemeral consumer, started at the stored position and pulled without waiting.
 
 If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and a new one starts
-from the stored position. The fence drops messages that come twice as duplicates.
+from the stored position. The fence drops messages that arrive twice as duplicates.
 """
 
 import logging
@@ -38,8 +38,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One owned partition. `pending`: its messages that are not applied; `lag_us`: age of the last applied message, None before
-    the first; `at_end`: no message is known to be missing."""
+    """One owned partition. `pending`: its messages that are not applied yet; `lag_us`: age of the last applied message, None
+    before the first; `at_end`: no message is known to be missing."""
 
     partition: int
     pending: int

@@ -32,7 +32,7 @@ class GrantBudget:
         self._limit_bytes = limit_bytes
         self._grants: dict[str, _Grant] = {}
         self._lapsed: dict[str, float] = {}
-        """Workers whose grant ran out, and until when they let others go first."""
+        """By worker whose grant ran out: the time until which others go first."""
         self._others_wait_until_s = 0.0
 
     @property
@@ -40,8 +40,8 @@ class GrantBudget:
         return sum(grant.snapshot_bytes for grant in self._grants.values())
 
     def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
-        """Decide whether this worker may send its snapshot now. A snapshot larger than the limit may be sent if no other
-        grant is open, and counts as the limit. A worker that asks again replaces its grant, until the same time."""
+        """Decide whether this worker may send its snapshot now. A snapshot larger than the limit may be sent if no other grant
+        is open, and counts as the limit. A repeated request replaces the worker's grant but does not prolong it."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:
             self._lapsed[worker_id] = self._grants.pop(worker_id).until_s + GRANT_S
         self._lapsed = {worker_id: until_s for worker_id, until_s in self._lapsed.items() if until_s > now_s}

@@ -27,9 +27,9 @@ from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 LEFT_OUT_S = 600.0
-"""Pause before a snapshot is requested from a worker that had more blocks than it may have."""
+"""Pause before a snapshot is requested from a worker that had more blocks than it is allowed."""
 ROOM_FRACTION = 0.1
-"""Free share of the memory from which to request snapshots of workers that the store had no memory for."""
+"""Share of the memory that must be free before snapshots are requested of workers that the store had no memory for."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -73,7 +73,7 @@ class RepairLoop:
         """Workers of the owned shards that the store had no memory for."""
 
     async def run(self) -> None:
-        """Run until cancelled. After an error of NATS or the store, the next round begins as usual."""
+        """Run until cancelled. After an error from NATS or the store, the next round begins as usual."""
         subscription = await self._client.subscribe(self._inbox, cb=self._on_reply)
         try:
             while True:
@@ -123,7 +123,7 @@ class RepairLoop:
             self._left_out[worker_id] = self._clock() + LEFT_OUT_S
             line = (
                 f"worker {worker_id}: left out of the index for {LEFT_OUT_S / 60:g} minutes, since it claims {blocks:,} "
-                f"blocks, and its publisher's identity allows {limits[worker_id]:,}"
+                f"blocks, but its publisher's identity allows {limits[worker_id]:,}"
             )
             self._log.report(f"too large {worker_id}", line, logging.ERROR)
 

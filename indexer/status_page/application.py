@@ -1,5 +1,5 @@
 """The status page: `/` is human-readable; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` (Prometheus) for probes and
-scripts; `/blocks` for questions about single blocks."""
+scripts; `/blocks` for queries about single blocks."""
 
 from dataclasses import asdict
 from typing import Any

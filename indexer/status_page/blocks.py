@@ -1,10 +1,10 @@
 """Single blocks over HTTP: `kvatlas locate`, `children` and `remove` for other programs.
 
 GET /blocks             who holds a block
-GET /blocks/children    who holds those that follow it; without a hash, first blocks
+GET /blocks/children    who holds the blocks that follow it; without a hash, who holds first blocks
 POST /blocks/remove     remove it from `worker`
 
-Each names the block in its query: `hash`, with `prefix` if it is a key; or `engine_hash`. And the scope: `model_id`,
+Each names the block in its query, by `hash` (with `prefix` if it is a key) or `engine_hash`, and its scope: `model_id`,
 `tokenizer_id`, `adapter_id`, `tenant_id`, `chain`.
 """
 

@@ -1,7 +1,7 @@
-"""Grafana's dashboards, as short as they can be said: `python -m k8s.dashboards.dashboards` writes the JSON files beside this,
-and the rules of ../alerts once more for the Prometheus operator.
+"""Grafana's dashboards, in short form: `python -m k8s.dashboards.dashboards` writes the JSON files beside this, and a copy of
+the rules in ../alerts for the Prometheus operator.
 
-Names of metrics are Prometheus' forms of those in kvatlas/telemetry/instruments/.
+Metric names are the Prometheus forms of those in kvatlas/telemetry/instruments/.
 """
 
 import json
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 RULES = FOLDER.parent / "alerts" / "rules.yaml"
 RATE = "[$__rate_interval]"
 WIDTH, HEIGHT = 8, 7
-"""Of a panel; a row of Grafana is 24 wide."""
+"""A panel's size; a row in Grafana is 24 wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`unit`: Grafana's name of it. `kind`: timeseries or stat. `exemplars`: a point for each kept exemplar of its
-    histogram, which leads to the exemplar's trace."""
+    """`unit`: Grafana's name for the unit. `kind`: timeseries or stat. `exemplars`: shows a point for each exemplar kept
+    of the histogram; it links to the exemplar's trace."""
 
     title: str
     queries: Sequence[Query]
@@ -38,8 +38,8 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """`variable`: a label, and a metric that has it, by whose values the dashboard is narrowed. `shows_trace`: the last panel
-    shows the trace whose id is entered."""
+    """`variable`: a label by whose values the dashboard can be filtered, and a metric that has it. `shows_trace`: the last
+    panel shows the trace whose id is entered."""
 
     uid: str
     title: str
@@ -101,7 +101,7 @@ FLEET = Dashboard(
         Panel("How requests end", [Query(rate("kvatlas_proxy_ends_total", "end"), "{{end}}")], "reqps"),
         Panel("Index", [Query("sum by (tier) (kvatlas_index_size)", "{{tier}}")]),
         Panel("KV cache described", [Query("sum by (model) (kvatlas_index_bytes)", "{{model}}")], "bytes"),
-        Panel("Memory of the store", [Query("sum by (what) (kvatlas_store_memory_bytes)", "{{what}}")], "bytes"),
+        Panel("Store memory", [Query("sum by (what) (kvatlas_store_memory_bytes)", "{{what}}")], "bytes"),
     ],
 )
 INGEST = Dashboard(
@@ -109,9 +109,9 @@ INGEST = Dashboard(
     "kvatlas: ingest health",
     [
         Panel("Lag", quantiles("kvatlas_indexer_lag_seconds"), "s", about="From the engine's event to the index"),
-        Panel("Calls that apply", quantiles("kvatlas_indexer_apply_duration_seconds"), "s"),
+        Panel("Apply calls", quantiles("kvatlas_indexer_apply_duration_seconds"), "s"),
         Panel(
-            "Calls to the store",
+            "Store calls",
             quantiles("db_client_operation_duration_seconds", by="db_stored_procedure_name"),
             "s",
             about="By function, as timed by the indexers and routers that wait for them",
@@ -130,7 +130,7 @@ INGEST = Dashboard(
         ),
         Panel("Refused messages", [Query(rate("kvatlas_indexer_poison_total", "reason"), "{{reason}}")]),
         Panel("Feeds connected", [Query("sum(kvatlas_publisher_feed_connected)")], kind="stat"),
-        Panel("Incidents of feeds", [Query(rate("kvatlas_publisher_feed_total", "incident"), "{{incident}}")]),
+        Panel("Feed incidents", [Query(rate("kvatlas_publisher_feed_total", "incident"), "{{incident}}")]),
         Panel("Outboxes", [Query("sum by (state) (kvatlas_publisher_outbox_messages)", "{{state}}")]),
         Panel("Failed sends", [Query(rate("kvatlas_publisher_send_failures_total", "reason"), "{{reason}}")]),
         Panel("Blocks not publishable", [Query(rate("kvatlas_ledger_skipped_total", "reason"), "{{reason}}")]),
@@ -148,7 +148,7 @@ ROUTING = Dashboard(
         Panel("Decisions by outcome", [Query(rate("kvatlas_router_decisions_total", "outcome"), "{{outcome}}")]),
         Panel("Without the index", [Query(rate("kvatlas_router_decisions_open_total", "cause"), "{{cause}}")]),
         Panel(
-            "Cached tokens against the prediction",
+            "Cached tokens, compared with the prediction",
             [Query(rate("kvatlas_tokens_cached_total", "outcome"), "{{outcome}}")],
         ),
         Panel(
@@ -169,7 +169,7 @@ ROUTING = Dashboard(
         Panel("Engines' answers", [Query(rate("kvatlas_ejection_answers_total", "verdict"), "{{verdict}}")]),
         Panel("Retries", [Query(rate("kvatlas_proxy_retries_total", "reason"), "{{reason}}")]),
         Panel("Over limits", [Query(rate("kvatlas_router_decisions_over_limits_total", "limit"), "{{limit}}")]),
-        Panel("Error of expected times", [Query("max by (of) (kvatlas_router_rates_error)", "{{of}}")], "percentunit"),
+        Panel("Error in expected times", [Query("max by (of) (kvatlas_router_rates_error)", "{{of}}")], "percentunit"),
     ],
 )
 _WORKER = 'worker=~"$worker"'
@@ -201,7 +201,7 @@ WORKER = Dashboard(
     ],
     ("worker", "kvatlas_publisher_engine_state"),
 )
-_POINTS = "Points are sampled requests: each leads to its trace"
+_POINTS = "Each point is a sampled request and links to its trace"
 
 
 def _stage(title: str, metric: str) -> Panel:
@@ -217,7 +217,7 @@ PATH = Dashboard(
         _stage("Reading token ids", "kvatlas_tokens_duration_seconds"),
         _stage("Deciding", "kvatlas_router_decision_duration_seconds"),
         Panel(
-            "Steps of deciding",
+            "Decision steps",
             quantiles("kvatlas_router_decision_step_duration_seconds", by="step"),
             "s",
             about=_POINTS,
@@ -235,7 +235,7 @@ TRACES = {"type": "jaeger", "uid": "${traces}"}
 
 
 def rendered(board: Dashboard) -> dict[str, Any]:
-    """What Grafana imports."""
+    """The dashboard, as Grafana imports it."""
     variables: list[dict[str, Any]] = [
         {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     ]
@@ -307,7 +307,7 @@ def _trace_panel(number: int) -> dict[str, Any]:
 
 
 def text_of(board: Dashboard) -> str:
-    """The file's content."""
+    """The content of the dashboard's file."""
     return json.dumps(rendered(board), indent=2) + "\n"
 
 

@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineHashes:
-    """Asks any worker's publisher. NATS is connected when it is first needed. The caller calls `close`."""
+    """Asks any worker's publisher. NATS is connected when it is first needed. The caller must call `close`."""
 
     def __init__(self, nats: NatsAccess, name: str) -> None:
-        """`name`: the connection's, as NATS lists it."""
+        """`name`: of the connection, as NATS lists it."""
         self._nats = nats
         self._name = name
         self._client: Client | None = None
@@ -34,7 +34,7 @@ class EngineHashes:
         self._tried_s = float("-inf")
 
     def is_ready(self) -> bool:
-        """True if publishers can be asked now. If not, this starts to connect NATS and returns at once."""
+        """True if publishers can be asked now. If not, this starts connecting to NATS and returns at once."""
         if self._client is not None and not self._client.is_closed:
             return self._client.is_connected
         if self._connecting is None and time.monotonic() - self._tried_s > AGAIN_S:
@@ -70,7 +70,7 @@ class EngineHashes:
         try:
             self._client = await connect_nats(self._nats, name=self._name, wait=False)
         except KvatlasError as error:
-            line = "%s; what requests would fetch by engines' own block hashes is computed; trying again after %g s"
+            line = "%s; engines compute what they would fetch by block hashes; trying again after %g s"
             _log.warning(line, error, AGAIN_S)
         finally:
             self._connecting = None

@@ -1,4 +1,4 @@
-"""Finds who holds a block and what follows it, and removes it, by any of its names.
+"""Finds who holds a block or the blocks that follow it, and removes a block, by any of its names.
 
 Sequence hashes, and keys that contain one, are looked up in the index. Only publishers know their engines' own hashes: the
 publishers of the scope's workers are asked what a name stands for. A block is removed by its worker's publisher, whose
@@ -75,7 +75,7 @@ class BlockLookup:
         )
 
     async def _follows(self, scope: Scope, value: int, key: BlockKey) -> bool:
-        """True if the block follows the one that the key names. A sequence hash implies it; with a side index a contradicting
+        """True if the block follows the one that the key names. A sequence hash implies it; with a side index, a contradictory
         key is noticed."""
         if scope.chain != OWN_CHAIN:
             return True

@@ -25,7 +25,7 @@ class BlockSizes(NamedTuple):
         return self.block_bytes
 
     def updated(self, new: Self) -> Self:
-        """These sizes, updated with those of a message. Sizes that the message does not know are kept."""
+        """These sizes, updated with those of a message. Sizes that are unknown in the message are kept."""
         if not new.tier_bytes and not self.tier_bytes:
             return new if new.block_bytes else self
         size, block_bytes = new[:2] if new.block_bytes else self[:2]

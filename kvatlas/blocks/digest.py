@@ -3,7 +3,7 @@
 Each tier has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: the low and the high
 half of the hash, each multiplied by an odd 20-bit number derived from the scope id. Because the sums are additive, a store or a
 removal updates them without reading anything else, and a batch costs one multiplication. The scope is mixed in, so a block in
-the wrong scope shows. (20 bits, because the store's Lua computes in doubles.)
+the wrong scope is noticed. (20 bits, because the store's Lua computes in doubles.)
 """
 
 import sys

@@ -103,7 +103,7 @@ def extend_chain(
 
 
 def chain_of_local_hashes(local_hashes: Sequence[int], parent: int | None = None) -> bytes:
-    """Packed sequence hashes of blocks by their local hashes; `parent` is the sequence hash of the block before them."""
+    """Packed sequence hashes of blocks from their local hashes; `parent` is the sequence hash of the block before them."""
     values = iter(local_hashes)
     hashes: list[int] = []
     if parent is None:

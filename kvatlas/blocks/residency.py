@@ -1,4 +1,4 @@
-"""Keys of blocks, residencies, and overlaps as the index answers them."""
+"""Keys of blocks, residencies, and overlaps as the index returns them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class Residency:
 
     @classmethod
     def hbm(cls, worker_id: str, scope: Scope, sequence_hash: int, bytes: int = 0) -> Self:
-        """In the device's memory, not pinned."""
+        """A residency in the device's memory, not pinned."""
         return cls(scope, sequence_hash, worker_id, Tier.HBM, bytes)
 
 

@@ -1,4 +1,5 @@
-"""Admits messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they name."""
+"""Admits the messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they
+name."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -65,8 +66,8 @@ class Admission:
         fleet_id: str | None = None,
     ) -> None:
         """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other partition counts
-        that publishers may use. With any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of the
-        index; None: unknown, so messages of all fleets are admitted."""
+        that publishers may use. If there are any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of
+        the index; None: unknown, so messages of all fleets are admitted."""
         self.partition = partition
         self._partitions = partitions
         self._publishers = publishers

@@ -31,7 +31,7 @@ async def connect_nats(
     access = NatsAccess(access) if isinstance(access, str) else access
     try:
         options = access.options()
-    except ValueError as error:  # its message may contain a part of the password
+    except ValueError as error:  # its message may contain part of the password
         raise AccessDenied(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
@@ -86,7 +86,7 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
             name=name,
             allow_reconnect=False,
             max_reconnect_attempts=1,
-            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is taken
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a float is accepted
             connect_timeout=2,
             ping_interval=5,
             max_outstanding_pings=2,

@@ -48,7 +48,7 @@ class ScopeFields(WireRecord):
 
 
 class NamedBlock(ScopeFields):
-    """A block that an engine hash stands for, and the block before it; None before a first one."""
+    """A block that an engine hash stands for, and the block before it (None: it is a first block)."""
 
     sequence_hash: SequenceHash
     parent: SequenceHash | None = None
@@ -57,8 +57,8 @@ class NamedBlock(ScopeFields):
 class ControlRequest(WireRecord):
     """A request on `kvatlas.control.<worker>`.
 
-    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request,
-    any other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not given.
+    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request; any
+    other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not given.
 
     `engine_hash` requests the blocks that it stands for. A request to drop blocks names them by `engine_hash`, or one of them
     by `block`. Dropped blocks count as removed by the engine.
@@ -80,9 +80,9 @@ class ScopeDigest(ScopeFields):
 class ControlReply(WireRecord):
     """A publisher's reply; `note` says why it is not `ok`. `status` answers a status request.
 
-    A digest request is answered with `digest` (`Digest.words`), with `scopes`, the same by scope (None: too many scopes), and
-    with `marks` (`MarkDigest.words` of a worker with marks), as of `status["told_seq"]`, a checkpoint that the publisher sends
-    to the stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), `scopes` (the same by scope; None: too many scopes) and `marks`
+    (`MarkDigest.words` of a worker with marks), all as of a checkpoint, `status["told_seq"]`, that the publisher sends to the
+    stream for the requester.
 
     A request for blocks, or to drop some, is answered with the `blocks` concerned.
     """

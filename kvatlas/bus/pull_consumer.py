@@ -30,7 +30,7 @@ from kvatlas.errors import KvatlasError
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024
-"""More than the largest message with its subject and headers: below that, this message would never be delivered."""
+"""More than the largest message with its subject and headers, which would otherwise never be delivered."""
 PULL_EXPIRES_S = 30
 IDLE_HEARTBEAT_S = 2
 SILENCE_S = 5.0

@@ -21,7 +21,7 @@ _Tokens = Annotated[int, Field(ge=0, le=1 << 24)]
 
 class BenchResult(BaseModel):
     """Lists with an entry for each request, in seconds and tokens. `start_times`: on one clock; `itls`: the times between the
-    parts of an answer; `errors`: empty texts for requests that were answered."""
+    parts of an answer; `errors`: empty for requests that were answered."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -50,8 +50,8 @@ class BenchResult(BaseModel):
             raise InvalidValue(describe_invalid(error, "the benchmark's result")) from error
 
     def requests(self) -> Iterator[ObservedRequest]:
-        """The answered requests in the order of their starts, each with the load that the others made. Raises InvalidValue for
-        figures that no engine has, such as an answer of many hours."""
+        """The answered requests in the order of their starts, each with the load that the others caused. Raises InvalidValue
+        for figures that no engine has, such as an answer of many hours."""
         running: list[_Request] = []
         for one in sorted(self._answered()):
             running = [other for other in running if other.end > one.start]
@@ -86,5 +86,5 @@ class _Request(NamedTuple):
     output_tokens: int
 
     def kv_tokens(self, now: float) -> int:
-        """Tokens that the request has computed by now, which is between its first token and its end."""
+        """Tokens that the request has computed by `now`, a time between its first token and its end."""
         return self.prompt_tokens + round(self.output_tokens * (now - self.first) / (self.end - self.first))

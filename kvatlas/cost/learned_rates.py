@@ -19,7 +19,7 @@ from kvatlas.dataclass import dataclass
 
 UNITS: Final = EngineRates()
 OVERHEAD_US: Final = 5_000.0
-"""Unit of the overhead before any first token: the network, scheduling, the step that is running. The overhead is learned so
+"""Unit of the overhead before any first token: the network, scheduling, the step in progress. The overhead is learned so
 that it does not count as prefill; no price uses it."""
 
 MAX_QUEUED_SHARE: Final = 0.5
@@ -45,7 +45,7 @@ _RATE_OF: Final = {
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that ended well. None: not measured, or unknown.
+    """A request that ended well. A field is None if it was not measured or is unknown.
 
     `plan`: as priced when the worker was chosen. `load_known`: its load is what the worker reports. `waited`: it also had
     to wait for a prefix that was being computed. `load_after`: the worker's load at the end, including this request.
@@ -213,8 +213,8 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
     """The profile with these workers' learned rates, which come from the evidence of `pool`. Workers that are equally fast
     (see SAME_SPEED) at prefill, or at decoding, get the same rates for it.
 
-    A worker without evidence counts as fast as the fastest known one. If it looked slower, it might never get a request, and
-    never become known; if it looked faster, it would get all requests until the first of them has ended.
+    A worker without evidence is taken to be as fast as the fastest known one. If it looked slower, it might never get a
+    request, and never become known; if it looked faster, it would get all requests until the first of them has ended.
     """
     prefill_us = {id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()}
     decode_us = {id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()}

@@ -152,7 +152,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TermKind:
-    """The name of a profile's n-th term, and the unit of its amount. One object for each."""
+    """The name of a profile's n-th term, and the unit of its amount. There is one object for each."""
 
     name: str
     unit: str

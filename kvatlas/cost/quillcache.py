@@ -1,11 +1,11 @@
 """Cost profile `quillcache`: fixed coefficients, whole microseconds.
 
-prefill   45 a new token                     queue    4 a queued prefill token
-decode    80 a token + 1,500 a running decode
+prefill   45 per new token                   queue    4 per queued prefill token
+decode    80 per token + 1,500 per running decode
 hit       a piece in the worker's own HBM: flat 5
           any other piece: tier price x MiB (rounded up, at least 1)
               remote HBM 20, CPU DRAM 55, local SSD 280, object store 1,800; HBM of another worker is remote HBM
-domain    350 a piece from another locality domain
+domain    350 per piece from another locality domain
 """
 
 from dataclasses import dataclass, fields
@@ -54,7 +54,7 @@ class QuillcacheProfile:
         return self.prefill_us_per_token * new_tokens
 
     def decode_us(self, output_tokens: int, running_decodes: int = 0) -> int:
-        """Cost of decoding an answer, next to the requests that the worker already decodes."""
+        """Cost of decoding an answer alongside the requests that the worker already decodes."""
         return self.decode_us_per_token * output_tokens + self.running_decode_us * running_decodes
 
     def queue_us(self, queued_prefill_tokens: int) -> int:

@@ -264,7 +264,7 @@ def _solve_within_bounds(a: list[list[float]], b: list[float]) -> Vector:
         rest = [b[i] - sum(a[i][j] * x[j] for j in range(RATES) if j not in free) for i in free]
         outside = False
         for i, value in zip(list(free), _solve([[a[i][j] for j in free] for i in free], rest), strict=True):
-            if not math.isfinite(value):  # sums of measurements that no engine has, too far apart for floats
+            if not math.isfinite(value):  # from impossible measurements, whose sums are too far apart for floats
                 value = 1.0
             x[i] = min(max(value, 0.0 if i in MAY_BE_ZERO else MIN_FACTOR), MAX_FACTOR)
             if x[i] != value:

@@ -20,8 +20,8 @@ CHANGES_A_CALL = 200
 
 
 class Verdict(StrEnum):
-    """A change that a router wants. `COUNT`: only the counts. `PROBE`: the router wants to try a worker whose ejection is
-    over."""
+    """A change that a router wants. `COUNT`: it only adds to the counts. `PROBE`: the router wants to try a worker whose
+    ejection is over."""
 
     COUNT = "count"
     EJECT = "eject"
@@ -56,7 +56,7 @@ class EjectionRecord(NamedTuple):
 
 
 class SharedEjections(Protocol):
-    """A shared place for routers' knowledge of failing workers."""
+    """Where routers share what they know about failing workers."""
 
     async def exchange(
         self, pool_id: str, router_id: str, changes: Sequence[EjectionChange]

@@ -6,7 +6,7 @@
 Invariants:
 - They listen on loopback only.
 - No server outlives the process that started it, even if that process is killed with SIGKILL (Linux).
-- A server keeps its port and its data over `restart()`.
+- A server keeps its port and its data across `restart()`.
 - The temporary data of a killed process is removed by the next process that starts a server.
 - The use of disk and memory is limited.
 """

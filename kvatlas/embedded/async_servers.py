@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 
 class EmbeddedServer:
-    """A server process as an async context manager: started on entry, gone on exit, also on cancellation.
+    """A server process as an async context manager: started on entry, gone on exit, including on cancellation.
 
     `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
     """

@@ -35,7 +35,7 @@ def _do_nothing() -> None:
 class ServerProcess(ABC):
     """A server program with its own loopback port and directory. As a context manager it is started on entry and gone on exit.
 
-    `port` 0 chooses a free port and keeps it over restarts. `data_dir` None creates a temporary directory that `close()`
+    `port` 0 chooses a free port and keeps it across restarts. `data_dir` None creates a temporary directory that `close()`
     removes; a given directory is kept. Not thread-safe.
     """
 
@@ -127,9 +127,9 @@ class ServerProcess(ABC):
     def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
         """Start the server and wait until it answers. Does nothing if it is running.
 
-        `while_waiting` is called every few milliseconds until then; an exception of it aborts the start. Raises
-        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However the start fails,
-        no process is left.
+        `while_waiting` is called every few milliseconds until then; an exception from it aborts the start. Raises
+        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However the start fails, no
+        process is left.
         """
         if self.is_running:
             return

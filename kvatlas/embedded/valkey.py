@@ -84,7 +84,7 @@ class ValkeyProcess(ServerProcess):
         if self._password is not None:
             directives["requirepass"] = _quoted(self._password)
         file = self.data_dir / "valkey.conf"
-        file.touch(mode=0o600)  # it may hold a password, so the settings are not arguments
+        file.touch(mode=0o600)  # it may hold a password, so the settings are not passed as arguments
         file.write_text("".join(f"{key} {value}\n" for key, value in (directives | dict(self._settings)).items()))
         return [str(file.resolve())]
 

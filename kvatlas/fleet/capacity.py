@@ -24,7 +24,7 @@ CAPACITIES = {"quillcache": Capacity(80 * GIB, 512 * GIB)}
 
 
 def capacity_of(profile: str) -> Capacity:
-    """Raises InvalidValue for an unknown profile."""
+    """The capacity of this profile. Raises InvalidValue for an unknown one."""
     if profile not in CAPACITIES:
         raise InvalidValue(f"capacity profile {profile!r:.80}; expected one of {', '.join(CAPACITIES)}")
     return CAPACITIES[profile]

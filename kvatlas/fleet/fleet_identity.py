@@ -12,7 +12,7 @@ FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
 
 
 class FleetIdentity(WireRecord):
-    """A fleet, and the store that its indexers keep. `store_name`: human-readable; `member`: the reporting component;
+    """A fleet, and the store that its indexers write. `store_name`: human-readable; `member`: the reporting component;
     `publisher`: it is a publisher, which knows no store."""
 
     fleet: FleetId

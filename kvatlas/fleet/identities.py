@@ -1,5 +1,5 @@
-"""Publishers' identities: the workers, tenants, models and addresses that each may speak for. Indexers read them,
-`kvatlas auth nats` writes them.
+"""Publishers' identities: the workers, tenants, models and addresses that each may speak for. `kvatlas auth nats` writes them,
+and indexers read them.
 
 NATS proves the sender: a publisher's user may publish only to its own workers' subjects. So the last word of the subject, a
 worker's id, leads to the identity that applies to it.

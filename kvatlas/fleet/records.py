@@ -116,8 +116,8 @@ class EngineEndpoint(WireRecord):
     """A worker's description for routers.
 
     The sidecar reaches the engine at `base_url`, routers at `advertised_url` (None: the same address). `transfer_groups` are
-    the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere.
-    `stores`: the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us` and
+    the groups whose members' caches this worker can read; with none, the default, it can't use blocks held elsewhere. `stores`:
+    the shared stores that its engine reads and writes. For a shared store itself (kind `store`), `read_setup_us` and
     `read_us_per_mib` are its read rate; None: its tier's usual rate. `bootstrap_port`: of an SGLang prefill server's bootstrap
     server (None: SGLang's own default). `granularity`: every g-th block of a chain is published. `eagle`: a hit drops a block.
     `groups`: number of the model's KV cache groups; `alignment_tokens`: hits are multiples of this (0: of blocks).
@@ -126,10 +126,10 @@ class EngineEndpoint(WireRecord):
     engine reuses; empty if it is exact. `block_bytes`: bytes of KV cache per block, 0 if unknown; `tier_block_bytes`: the same
     for tiers (labels) whose number differs. `events=False`: the engine publishes no KV events, so what it holds can only be
     predicted from the requests it gets. `chain`: the chain of its blocks' keys (`kvatlas.identity.Scope.chain`).
-    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: not reported
-    by older publishers. `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others
-    with this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers;
-    unknown ones are ignored).
+    `salt_is_tenant`: its blocks belong to the tenants named by requests' cache salts, besides `tenant_id`; None: unknown (an
+    older publisher). `kv_connector`: how its engine fetches KV from others (None: it can't, or that is unknown). Others with
+    this connector fetch from it at `kv_port` of its host (None: they can't), from its `kv_tiers` (labels of tiers; unknown ones
+    are ignored).
     """
 
     id: WorkerId
@@ -205,7 +205,7 @@ class EngineEndpoint(WireRecord):
 
 
 class _Load(WireRecord):
-    """A load. Unknown fields are refused when one is created, because misspelled ones would count as idle."""
+    """A load. Creating one with an unknown field is refused, because a misspelled field would count as idle."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -328,10 +328,10 @@ class FleetRecord(WireRecord):
 
     `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
     clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer compared the address with what the worker's
-    publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a name
-    stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`: why
-    the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
+    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer has checked the address against what the
+    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a
+    name stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`:
+    why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
     """
 
     endpoint: EngineEndpoint

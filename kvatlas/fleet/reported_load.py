@@ -26,7 +26,7 @@ _METRIC_NAMES = frozenset(
 
 def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
     """Read a load as an engine reports it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
-    It may be a whole state: its `id` must then be the worker's; its `locality_domain` counts if there is no other.
+    A whole state is accepted too: its `id` must then be the worker's, and its `locality_domain` counts if no other is given.
 
     Raises InvalidValue, naming the field, for a value out of bounds, for an unknown name, and for the state of another worker.
     """

@@ -1,4 +1,4 @@
-"""Workers that were retired within the last hour, by which missing workers are found.
+"""Workers that were retired within the last hour, for finding missing workers.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 
@@ -19,7 +19,7 @@ from kvatlas.validation import Count, Name
 DEPARTED = "kva:{fleet}:departed"
 KEEP_S = 3600
 MOST = 1024
-"""Limit of departures in the store. Above it new ones are not recorded: this number is enough to show a fleet that was
+"""Limit of departures in the store. Above it, new ones are not recorded: this number is enough to show a fleet that was
 switched off."""
 
 

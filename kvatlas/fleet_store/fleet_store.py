@@ -35,7 +35,7 @@ LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
 OBJECTS = "kva:{fleet}:objects"
 MOST_OBJECTS = 100_000
-"""Limit of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store for one."""
+"""Limit of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store in all."""
 OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
@@ -78,7 +78,7 @@ class FleetStore:
         self._members, self._leases = members_key(layout), leases_key(layout)
         self._log = RateLimitedLog(log)
         self.pools_repaired = 0
-        """How often a report of load found damaged records in a pool."""
+        """How many load reports found damaged records in a pool."""
         self._on_refused = on_refused or _log_refused
         self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
         """The records read last, by pool, packed and unpacked: unpacking takes 30 us, and records change once a second."""
@@ -170,7 +170,8 @@ class FleetStore:
         return records
 
     async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
-        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. Record None: unknown form."""
+        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. The record is None if its form is
+        unknown."""
         entries: list[tuple[str, str, FleetRecord | None]] = []
         for pool_id in await self.pools():
             for name, packed in (await self._packed_records(pool_id)).items():

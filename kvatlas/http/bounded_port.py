@@ -58,7 +58,7 @@ class BoundedPort:
         return self._addresses.get(peer.removeprefix(_ABSTRACT), "")
 
     def take(self, client: "_Client", address: str) -> str | None:
-        """Reserve a place for a new connection. Returns the name of its end at the server; None if there is no place."""
+        """Reserve a place for a new connection. Returns the name of its server-side end; None if there is no place."""
         shares = self._listener.shares
         if shares.open(client, address) is not Place.FULL:
             shares.close(client)

@@ -151,13 +151,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """True if a request was read whole and is not answered yet."""
+        """True if a request was read completely and is not answered yet."""
         return self._in_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_end(self, start: int) -> int:
-        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the
-        end of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so
-        no data that a client may send is cut into many small ones."""
+        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the end
+        of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so no data
+        that a client may send is cut into many small pieces."""
         if self._body_left:
             return min(start + self._body_left, len(self._unread))
         if self._chunks is not None:
@@ -325,7 +325,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._body_since is None or self._body_left_s() > 0:  # more of it arrived in the meantime
             self._set_deadline()
         elif self._stops_at is not None and self.loop.time() >= self._stops_at:
-            self._refuse(503, "the server stops, and the body is not complete; send the request again")
+            self._refuse(503, "the server is stopping, and the body is not complete; send the request again")
         else:
             self._counters.slow += 1
             rate = f"at {LEAST_BYTES_PER_S} bytes per second or more after {BODY_GRACE_S:g} s"

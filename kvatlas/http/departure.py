@@ -1,4 +1,4 @@
-"""Tells a request's application that its client has disconnected."""
+"""Reports to a request's application that its client has disconnected."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,1 @@
-"""The residency index: one protocol, two implementations (memory, redis)."""
+"""The residency index: one protocol, three implementations (memory, Redis, SQLite)."""

@@ -6,8 +6,8 @@ State is kept by worker. The **fence** checks a worker's messages inside the cal
 - a message of a higher incarnation is applied only if it begins a snapshot;
 - within the same incarnation only seq = last + 1 is applied; a lower or equal seq is a duplicate and changes nothing; a
   higher one is a gap, remembered as the worker's `want`;
-- a snapshot fills a loading holder while the active one answers, and replaces it in the call that applies its end, if count
-  and digest are right; otherwise the worker is closed until a higher incarnation.
+- a snapshot fills a loading holder while the active one answers, and replaces it in the call that applies its end, if count and
+  digest are right; otherwise the worker is closed until a higher incarnation begins.
 """
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -30,10 +30,10 @@ DEFAULT_SHARDS = 1
 class WorkerRecord:
     """The fence of one worker as the index has it.
 
-    `bad`: only a higher incarnation helps (a failed check, retired, out of memory). `closed`: its messages are not applied.
-    `oom`: closed because the store had no memory, or no holder number, for it. `want`: the highest (incarnation, seq) that
-    was received but could not be applied; (0, -1) for none. `answering`: it has an active holder; `loading`: a snapshot is
-    filling another one.
+    `bad`: only a higher incarnation helps (a check failed, or the worker was retired or out of memory). `closed`: its messages
+    are not applied. `oom`: closed because the store had no memory, or no holder number, for it. `want`: the highest
+    (incarnation, seq) that was received but could not be applied; (0, -1) for none. `answering`: it has an active holder;
+    `loading`: a snapshot is filling another one.
     """
 
     worker_id: str
@@ -222,7 +222,7 @@ class ResidencyIndex(Protocol):
         """The partition's stored position."""
 
     async def set_position(self, partition: int, expected: Position | None, new: Position) -> Position | None:
-        """Set the position if it still is `expected`. Returns what is stored after the call. If a position was replaced,
+        """Set the position if it is still `expected`. Returns what is stored after the call. If a position was replaced,
         all the partition's workers become `bad`, because it is a different stream now."""
 
     def snapshot(self, worker_id: str | None = None) -> AsyncIterator[Residency]:
@@ -251,7 +251,7 @@ class ResidencyIndex(Protocol):
         then by tier."""
 
     async def metrics(self) -> IndexMetrics:
-        """Sizes by model; see IndexMetrics. Reads the store: some calls per holder."""
+        """Sizes by model; see IndexMetrics. Reads the store: a few calls per holder."""
 
     @property
     def work(self) -> IndexWork:

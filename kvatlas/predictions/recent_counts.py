@@ -10,7 +10,7 @@ STEP_S = 2.0
 
 
 class RecentCounts:
-    """Call `grown` now and then. A name that appears later counts from 0."""
+    """Call `grown` regularly. A name that appears later counts from 0."""
 
     def __init__(self, window_s: float = WINDOW_S, clock: Callable[[], float] = monotonic) -> None:
         self._window_s = window_s

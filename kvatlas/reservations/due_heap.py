@@ -1,4 +1,4 @@
-"""When things are due: one time for each."""
+"""A heap of deadlines, one for each id."""
 
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Any)
 
 
 class Deadlines(Generic[K]):
-    """When each id is due; an id has one time."""
+    """When each id is due. An id has one deadline."""
 
     def __init__(self) -> None:
         self._due_us: dict[K, int] = {}

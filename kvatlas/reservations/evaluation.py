@@ -131,7 +131,7 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
 
 
 def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
-    """The first of the sources that are free, otherwise the one that becomes free first; None without any."""
+    """The first free source, otherwise the one that becomes free first; None if there are no sources."""
     if fetching is None:
         return None
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))

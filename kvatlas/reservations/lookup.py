@@ -19,7 +19,7 @@ MOST_LOOKED_UP_CHAINS = 4
 """Limit of the chains of one ask: the store serves no one else while it looks them up. Pools with more shapes of blocks are
 looked up separately."""
 MOST_NAMED = 64
-"""Workers that a lookup may name."""
+"""Limit of the workers that a lookup names."""
 MOST_ODD_BYTES = 32_768
 """Limit of the bytes of odd workers in one ask. More would make the call's argument too long."""
 
@@ -42,7 +42,7 @@ class TooManyAlike(LookupImpossible):
 
 
 class Reuse(NamedTuple):
-    """How many of the tokens that a worker holds its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
+    """How many of a worker's held tokens its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
 
     At most `most_tokens`. `lost_tokens` of a hit are lost: before that limit if `loses_first`, otherwise after it. `share` of
     the rest is used, cut to a multiple of `unit_tokens`.

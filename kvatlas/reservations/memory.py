@@ -49,7 +49,7 @@ CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` returns microseconds. `index`: where asks with a lookup look."""
+    """See `Reservations`. `clock_us` returns microseconds. `index`: read by asks with a lookup."""
 
     fed_by_indexer = False
     search: ClassVar[type[Search]] = Search
@@ -260,7 +260,8 @@ class MemoryReservations:
         return replace(found, source=source), matches
 
     def _take_turn(self, pool: MemoryPool, booking: Booking, now: int) -> frozenset[str]:
-        """The workers that a request must leave to others. Raises MustWait, also if it is not its turn, and QueueIsFull."""
+        """The workers that a request must leave to others. Raises MustWait (including if it is not its turn) and
+        QueueIsFull."""
         waiting, queue = booking.waiting, pool.queue
         if waiting is None or not waiting.may_wait or not queue:
             return frozenset()

@@ -89,7 +89,7 @@ class MemoryPool:
         self.called_off: Deadlines[bytes] = Deadlines()
         self.routers: dict[str, int] = {}
         self.busy_until_us: dict[str, int] = {}
-        """When the fetches that are booked at each source should have ended."""
+        """When the fetches booked at each source should end."""
         self.queue = PoolQueue()
         self.rates: dict[str, Evidence] = {} if rates is None else rates
         self.ends: Deadlines[bytes] = Deadlines()

@@ -25,7 +25,7 @@ def pack(value: Any) -> bytes:
 
 
 def _pack_fields(*values: Any) -> bytes:
-    """The fields of a list of up to 15, without its head: several of these, joined after one head, are one list."""
+    """Fields of a list of up to 15, without its head: several of these, joined after one head, make one list."""
     return pack(values)[1:]
 
 

@@ -44,9 +44,9 @@ FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
 """Number of counters above which those of tenants that do not wait are forgotten, and number of charges above which estimates
-stand."""
+are not corrected."""
 MOST_COUNTER = 9_000_000_000_000_000
-"""A whole number that the store's Lua computes exactly, of 16 digits."""
+"""A whole number of 16 digits that the store's Lua still computes exactly."""
 
 
 class _Key(NamedTuple):
@@ -276,7 +276,7 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """True within the limits, or within the tenant's share of them: a tenant that fills the queue keeps no other tenant
+        """True within the limits, or within the tenant's share of them: a tenant that fills the queue does not keep others
         out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)

@@ -139,8 +139,9 @@ class Ask:
     `skipped`: workers that get no offer as look-alikes. If the store knows fewer than `least_members` look-alikes, counting
     skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
 
-    `lookup`: what each look-alike holds is looked up; then their offers are those of workers that hold nothing, and there are
-    no others. It may name the workers that count. Such an ask may raise LookupImpossible. Only for reservations that `look_up`.
+    `lookup`: what each look-alike holds is looked up. Their offers are then those of workers that hold nothing, and the ask has
+    no other offers. A lookup may name the only workers to consider. Such an ask may raise LookupImpossible, and needs
+    reservations that `look_up`.
     """
 
     offers: Sequence[Offer]
@@ -216,10 +217,10 @@ class OfferEvaluation(NamedTuple):
 class Evaluation:
     """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
 
-    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout,
-    `chosen` computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the
-    workers of the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt
-    fetches: of those that its offer names, the one whose booked transfers end first.
+    `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout, `chosen`
+    computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the workers of
+    the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt fetches:
+    among those that its offer names, the one whose booked transfers end first.
     """
 
     chosen: int
@@ -315,10 +316,9 @@ class Reservations(Protocol):
     """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A fetch keeps its source
-    busy for as long as it should take, whatever becomes of the request. A reservation ends
-    with its release, its router's lease, its worker's retirement, or its longest time, whichever is first; ending it again
-    changes nothing. A prediction ends when it is no longer believed, or when its request fails; a settled one also ends
-    with its worker's incarnation.
+    busy for as long as it should take, whatever becomes of the request. A reservation ends with its release, its router's
+    lease, its worker's retirement, or its longest time, whichever comes first; ending it again changes nothing. A prediction
+    ends when it is no longer believed, or when its request fails; a settled one also ends with its worker's incarnation.
 
     If the store's clock goes back (another server's clock, or a step), all bookings and predictions end with the next
     report. Otherwise they would count until the clock has caught up.
@@ -365,7 +365,7 @@ class Reservations(Protocol):
         """Renew a router's lease. False if it had expired, and with it every reservation made under it."""
 
     async def end_lease(self, pool_id: str, router_id: str) -> None:
-        """End a router's lease, and its reservations with it."""
+        """End a router's lease and its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """Report workers by id. Reports with a lower incarnation than the last one, and older samples, are late and

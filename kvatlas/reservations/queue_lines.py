@@ -36,7 +36,7 @@ Place = tuple[int, int, int, bytes]
 
 @dataclass(slots=True)
 class Lane:
-    """`workers` None: all, or different ones. `order`: rank, counter and tenant of its lines."""
+    """`workers` None: all workers, or sets that differ. `order`: rank, counter and tenant of its lines."""
 
     workers: frozenset[str] | None
     window: int = 1
@@ -52,7 +52,7 @@ class QueueLines:
         self._accounts: list[tuple[int, int, str]] = []
         """Rank, counter and tenant of all accounts with waiting requests."""
         self._own: dict[str, list[tuple[str, int]]] = {}
-        """By tenant, lane and rank of its lines."""
+        """By tenant: lane and rank of each of its lines."""
 
     def lane_for(self, lane: str, tenant: str) -> str:
         """The lane in which a request may wait."""

@@ -40,7 +40,7 @@ log = logging.getLogger("kvatlas.reservations")
 
 
 class IndexPlace(Protocol):
-    """The index of a store; `kvatlas.index.redis` has two."""
+    """The index of a store; `kvatlas.index.redis` has two implementations."""
 
     @property
     def shard_keys(self) -> Sequence[ShardKeys]:
@@ -130,7 +130,7 @@ class RedisReservations:
             return pack_ask(ask, pack(0))
         assert self._index is not None
         shards = self._index.shard_keys
-        if len(shards) != 1:  # since `look_up` was read
+        if len(shards) != 1:  # it has changed since `look_up` was read
             raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
         odd = ask.lookup.odd
         if self._odd[0] is not odd:

@@ -1,7 +1,7 @@
 """Limits that a worker would exceed if it got a request.
 
 A worker without room (no free request slot, or too little free KV for the prompt) gets a request only if no worker has
-room. A service level objective (SLO) may be a price, or a limit of second rank: see `Limits`.
+room. A service level objective (SLO) may be a price, or a secondary limit: see `Limits`.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "k
 class Limit(NamedTuple):
     """Limits of one offered worker; 0: unknown. `slots`: requests that run at once. `kv_tokens`: capacity of its cache.
 
-    `decode_us`: the time of all tokens after the first there, without load.
+    `decode_us`: the time that all tokens after the first take there, without load.
     """
 
     slots: int = 0

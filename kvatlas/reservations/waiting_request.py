@@ -66,7 +66,7 @@ class WaitingRequest:
     may_wait: bool = True
 
     def among(self, workers: Collection[str]) -> "WaitingRequest":
-        """The request, if it may go only to these workers."""
+        """The same request, restricted to these workers."""
         return replace(self, workers=frozenset(workers) if len(workers) <= MOST_LANE_WORKERS else None)
 
     @property
@@ -112,7 +112,7 @@ class MustWait(KvatlasError):
     """The request was not booked: it has a place in its pool's queue, and gets its turn later.
 
     `request`: as it waits, if known; `filed`: False if the store has yet to give it a place, since it answered too late;
-    `alone`: in the queue of one router, which decides without the store.
+    `alone`: it waits in the queue of a single router, which decides without the store.
     """
 
     def __init__(self, place: Place, request: WaitingRequest | None = None, *, filed: bool = True) -> None:
@@ -136,8 +136,8 @@ class QueueIsFull(KvatlasError):
 class Turns:
     """The state of a pool's queue for one router. `own`: its requests that wait; `requests`, `tokens`: all that wait.
 
-    `refused`: requests that it added, but that may not wait. `turns`: its requests that may be tried now, each with the workers
-    that it must leave to others. `near`: one of its requests is among those that may be tried soon.
+    `refused`: its new requests that may not wait. `turns`: its requests that may be tried now, each with the workers that it
+    must leave to others. `near`: one of its requests is among those that may be tried soon.
     """
 
     own: int

@@ -28,7 +28,7 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]], *, again_s: float = 
 async def wait_for_first(tasks: Collection[asyncio.Future[Any]], seconds: float | None) -> None:
     """Wait until one of the tasks is done, at most this long. There must be at least one task. Like `asyncio.wait`, in a third
     of its time."""
-    loop = next(iter(tasks)).get_loop()  # asking for the running one takes Python 3.11 a system call
+    loop = next(iter(tasks)).get_loop()  # finding the running one costs Python 3.11 a system call
     waiter = loop.create_future()
 
     def wake(*_: object) -> None:

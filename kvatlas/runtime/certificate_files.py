@@ -139,8 +139,7 @@ def _end_of(file: Path) -> float | None:
 
 
 def valid_until(pem: str) -> float:
-    """The end of validity of the first certificate in a file, in seconds since 1970. Raises ValueError without a
-    certificate."""
+    """When the first certificate in a file expires, in seconds since 1970. Raises ValueError without a certificate."""
     begin = pem.index(ssl.PEM_HEADER)
     der = ssl.PEM_cert_to_DER_cert(pem[begin : pem.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)])
     try:
@@ -149,7 +148,7 @@ def valid_until(pem: str) -> float:
         tag, _, after = _field(der, at)
         if tag == 0xA0:  # the version
             _, _, after = _field(der, after)
-        for _ in range(2):  # serial number is read; signature, issuer
+        for _ in range(2):  # after the serial number: skip signature and issuer
             _, _, after = _field(der, after)
         _, at, _ = _field(der, after)  # Validity
         _, _, after = _field(der, at)
@@ -170,7 +169,7 @@ def _field(der: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _stamp(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
-    """Changes whenever a file does; a file that is gone counts as one."""
+    """A value that changes whenever a file does; a missing file counts too."""
     found = []
     for file in files:
         try:

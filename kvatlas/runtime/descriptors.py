@@ -20,7 +20,7 @@ class Descriptors:
 
 
 def count_descriptors() -> Descriptors:
-    """The descriptors of this process. Without /proc `open` is 0."""
+    """The descriptors of this process. Without /proc, `open` is 0."""
     try:
         count = len(os.listdir("/proc/self/fd")) - 1  # without the one that this listing uses
     except OSError:  # even if none is left for listing them
@@ -37,7 +37,7 @@ def raise_limit() -> Descriptors:
 
 
 def most_requests() -> int:
-    """Requests that this process can forward at a time: each needs a connection of its client and one to an engine."""
+    """Requests that this process can forward at the same time: each needs a connection of its client and one to an engine."""
     most = count_descriptors().most
     return max(1, (most - min(RESERVED, most // 4)) // 2)
 

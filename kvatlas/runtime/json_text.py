@@ -12,7 +12,7 @@ _LONG = b"0" * 19
 
 
 def decode(text: bytes) -> Any:
-    """Like `json.loads`. Raises ValueError, also if the text is nested too deeply."""
+    """Like `json.loads`. Raises ValueError, including if the text is nested too deeply."""
     value = decode_strictly(text)
     if value is not None:
         return value

@@ -8,8 +8,7 @@ from kvatlas.runtime.descriptors import count_descriptors
 
 @dataclass(frozen=True, slots=True)
 class ProcessGauges:
-    """`certificate_s`: seconds until the first certificate ends, in use or on disk; None if there are no
-    certificates."""
+    """`certificate_s`: seconds until the first certificate expires, in use or on disk; None if there are no certificates."""
 
     descriptors_open: int
     descriptors_most: int

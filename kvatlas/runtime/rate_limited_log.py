@@ -14,7 +14,7 @@ LIMITED = "limited"
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of trouble: when its last line was logged, how long it is quiet now, how many lines were dropped since, and
+    """One kind of trouble: when its last line was logged, how long it stays quiet now, how many lines were dropped since, and
     when the last one was logged or dropped."""
 
     logged_s: float

@@ -18,8 +18,8 @@ async def retry_until_reachable(
 ) -> T:
     """Return what `attempt` returns. With `wait`, retry with back-off while it raises Unreachable or NoIndexYet.
 
-    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: AccessDenied always, and these two
-    errors if not `wait`.
+    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: AccessDenied always, and those two
+    errors only without `wait`.
     """
     backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
     while True:

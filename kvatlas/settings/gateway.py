@@ -94,7 +94,7 @@ class GatewaySettings(RoutingSettings):
         le=600,
         description="Seconds for which a stopping server is not ready but still accepts requests.",
     )
-    grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds for running answers after that.")
+    grace_s: int = Field(default=120, ge=0, le=86_400, description="Seconds for answers in progress after that.")
     conformance: bool = Field(
         default=False, description="Obey the test headers of the Inference Extension's conformance suite."
     )

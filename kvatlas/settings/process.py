@@ -90,7 +90,7 @@ def nats_url_field() -> Any:
 
 
 class NatsSettings(ProcessSettings):
-    """How to connect to NATS. A URL with a password belongs in a file or a variable: flags are in the process list."""
+    """How to connect to NATS. A URL with a password belongs in a file or a variable: flags show in the process list."""
 
     help_groups: ClassVar[HelpGroups] = {
         "NATS": "nats_url nats_url_file nats_creds_file nats_nkey_file nats_ca_file nats_cert_file nats_key_file "

@@ -187,7 +187,7 @@ class ProxySettings(RoutingSettings, ClientSettings):
         description="Seconds for which a stopping server is not ready but still accepts requests.",
     )
     grace_s: float = Field(
-        default=180.0, ge=0, le=86_400, description="Seconds for running answers after that, when stopped."
+        default=180.0, ge=0, le=86_400, description="Seconds for answers in progress after that, when stopped."
     )
     cors_origins: CommaList = Field(
         default=(), description="Origins of web pages that may use the proxy, separated by commas; *: all."

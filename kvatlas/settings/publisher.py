@@ -163,7 +163,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     )
     hybrid: bool = Field(
         default=False,
-        description="The model does not only have full attention, and the engine's events don't show that "
+        description="The model has more than full attention, and the engine's events don't show that "
         "(SGLang's hybrids).",
     )
     scheduler_block_size: Count = Field(
@@ -210,7 +210,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
     advertise_url: EngineUrl | None = Field(default=None, description="Address at which routers reach the engine.")
     role: Role = Field(default=Role.BOTH, description="What the worker computes: prefill, decode or both.")
     bootstrap_port: BootstrapPort | None = Field(
-        default=None, description="Port of an SGLang prefill server's bootstrap server; default: 8998, as SGLang's."
+        default=None, description="Port of an SGLang prefill server's bootstrap server; default: 8998, as in SGLang."
     )
     locality_domain: Text = Field(default="", description="Where the worker runs: rack, zone, node.")
     labels: Labels = Field(
@@ -277,7 +277,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_connector(self) -> None:
-        """Check that fetch settings come with a connector: without one nothing is fetched."""
+        """Check that fetch settings come with a connector: without one, nothing is fetched."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
                 raise SettingsError(f"{flag} is given without --kv-connector; set both")

@@ -1,4 +1,4 @@
-"""The content of a status page, independent of its looks: facts, sections of tables, and a form for the probe."""
+"""The content of a status page, independent of how it looks: facts, sections of tables, and a form for the probe."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`hint`: details, shown on hovering. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
+    """`hint`: details, shown on hover. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
     a choice, and stands out."""
 
     text: str

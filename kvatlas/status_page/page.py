@@ -1,4 +1,4 @@
-"""The page as HTML. It loads nothing: style and script are inline, and its policy forbids the browser to run anything
+"""The page as HTML. It loads nothing: style and script are inline, and its policy forbids the browser from running anything
 else."""
 
 import time

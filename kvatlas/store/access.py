@@ -40,7 +40,7 @@ class RedisAccess:
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """The store in the words of OpenTelemetry's conventions for database clients."""
+        """The store in the terms of OpenTelemetry's conventions for database clients."""
         parts = urlsplit(self.url)
         if parts.scheme == "unix":
             return {"server.address": parts.path}

@@ -27,7 +27,7 @@ class CircuitBreaker:
         return self._failed >= self._failures
 
     def may_call(self) -> bool:
-        """True if the store may be called, perhaps as the one call that tries it again. Follow it by `record_success` or
+        """True if the store may be called, perhaps as the one call that tries it again. Follow it with `record_success` or
         `record_failure`."""
         if not self.is_open:
             return True

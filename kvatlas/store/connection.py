@@ -90,7 +90,7 @@ class Store:
         return await self._call(commands, retry=True)
 
     async def ask_any(self, command: str) -> Any:
-        """The answer to a command that reads no key, of a primary, over the same connections as function calls. Raises
+        """A primary's answer to a command that reads no key, over the same connections as function calls. Raises
         Unreachable."""
         connections = (
             self._connections_to_node(self.client.get_primaries()[0]) if self.is_cluster else self._connections()
@@ -335,7 +335,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
             return client
     except InvalidValue:
         raise
-    except (ValueError, TypeError, RedisClusterException) as error:  # its text may have a part of the password
+    except (ValueError, TypeError, RedisClusterException) as error:  # its text may contain part of the password
         raise InvalidValue(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error

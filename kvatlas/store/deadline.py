@@ -22,8 +22,8 @@ STORE_FAILURES = (Unreachable, LayoutMismatch, RedisError, TimeoutError)
 
 
 class StoreLatency:
-    """How long the store's answers take, smoothed as TCP smooths its round trips (RFC 6298, 2). Waiting for the event loop
-    is included: on a busy machine the store answers as fast, but its answers are read later."""
+    """How long the store's answers take, smoothed as TCP smooths its round trips (RFC 6298, 2). Waiting for the event loop is
+    included: on a busy machine the store answers just as fast, but its answers are read later."""
 
     def __init__(self) -> None:
         self._mean_s = 0.0
@@ -55,7 +55,7 @@ class LateCalls:
 
     async def wait_for(self, call: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the call's result. Raises TimeoutError if it takes longer, and what the call raises."""
-        if (loop := self._loop) is None:  # asking for it takes Python 3.11 a system call
+        if (loop := self._loop) is None:  # finding it costs Python 3.11 a system call
             loop = self._loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         task = loop.create_task(self._measure(call, waiter))
@@ -116,8 +116,8 @@ def _end(waiter: "asyncio.Future[None]") -> None:
 class Deadline:
     """The time that one decision may wait for the store; None: no limit.
 
-    The router's own computing in between does not count. With a thousand workers it may take longer than the limit, and
-    falling open would not save it.
+    The router's own computing in between does not count. With a thousand workers it may take longer than the limit, and falling
+    open would not shorten it.
     """
 
     def __init__(self, ms: float | None, late_calls: LateCalls, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,5 +145,5 @@ class Deadline:
         return None if self.ms is None else self.ms * share / 1_000
 
     def describe(self, error: BaseException) -> str:
-        """The reason of a failed call, in one line."""
+        """The reason why a call failed, in one line."""
         return f"no answer in {self.ms:g} ms" if isinstance(error, TimeoutError) else str(error)

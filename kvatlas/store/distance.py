@@ -33,7 +33,7 @@ class StoreDistance:
             self._task.start()
 
     async def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         await self._task.stop()
 
     @property
@@ -58,7 +58,8 @@ class StoreDistance:
                 answer_s, turn_s = await asyncio.gather(_answer_s(self._store), _turn_s())
                 self.record(answer_s - 2 * turn_s)  # an answer may just have missed a turn of the loop
             except (*STORE_FAILURES, OSError):
-                # a store that is down is not far (choices find that out themselves), nor is one if no descriptor is left here
+                # a store that is down is not far (choices find that out themselves), and neither is one if no descriptor is
+                # left here
                 await asyncio.sleep(self._every_s)
             if len(self._recent) == RECENT:
                 await asyncio.sleep(self._every_s)

@@ -91,7 +91,7 @@ class RedisConnections:
         return best
 
     async def _connected(self) -> "_Pipeline":
-        """A connection that is just being opened, shared by all calls that wait for it."""
+        """A connection that is being opened, shared by all calls that wait for it."""
         return await asyncio.shield(self._opening or self._begin_opening())
 
     def _begin_opening(self) -> "asyncio.Task[_Pipeline]":

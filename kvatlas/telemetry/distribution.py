@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 SCALE = 1
-"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling. `Distribution.add` counts two."""
+"""Scale of OpenTelemetry's exponential histograms: 2 ** SCALE buckets per doubling. `Distribution.add` relies on two."""
 _STEPS = 1 << SCALE
 _MIDDLE = 2**-0.5
 
@@ -114,7 +114,7 @@ class Distribution:
 
 
 def counters_to_jsonable(counters: "DataclassInstance") -> dict[str, Any]:
-    """Plain numbers unchanged, distributions as summaries, counters within as objects."""
+    """Plain numbers unchanged, distributions as summaries, nested counters as objects."""
     return {one.name: _to_jsonable(getattr(counters, one.name)) for one in fields(counters)}
 
 

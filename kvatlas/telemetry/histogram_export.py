@@ -47,7 +47,7 @@ def add_distributions(reader: MetricReader, resource: Resource, *, exponential: 
         if scopes or found:
             receive(MetricsData([ResourceMetrics(resource, _join(scopes, found), "")]), timeout_millis, **more)
 
-    setattr(reader, "_receive_metrics", receive_all)  # noqa: B010 - mypy forbids to assign to a method
+    setattr(reader, "_receive_metrics", receive_all)  # noqa: B010 - mypy forbids assigning to a method
 
 
 def _join(scopes: Sequence[ScopeMetrics], found: Sequence[Metric]) -> list[ScopeMetrics]:

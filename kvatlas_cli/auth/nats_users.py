@@ -48,8 +48,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer
-    requests, once each."""
+    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer each
+    request once."""
 
     publish: Sequence[str]
     subscribe: Sequence[str]
@@ -73,8 +73,8 @@ def inbox_of(user: str) -> str:
 
 
 def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
-    """The permissions of each user, by name. `with_routers`: include a user for routers with a local copy, which read the
-    stream, or whose engines fetch by hashes. Raises InvalidValue for a publisher that has another user's name."""
+    """The permissions of each user, by name. `with_routers`: include a user for routers that keep a local copy (they read the
+    stream) or whose engines fetch by hashes. Raises InvalidValue for a publisher that has another user's name."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(

@@ -31,7 +31,7 @@ _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
 _SERVER = ("config|get", "function|list", "info", "role")
 """Commands that only `doctor` and the indexers' checks need. `config|get` shows passwords in the server's configuration."""
 _OF_TENANTS = ("zadd", "zcard", "zrangebyscore", "zrem")
-"""Commands that keep the list of tenants whose objects engines keep."""
+"""Commands that maintain the list of tenants whose objects engines keep."""
 _LIBRARIES = ("function|delete", "function|load")
 _WHOLE_INDEX = ("hgetall", "hscan", "smembers", "smismember")
 _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")

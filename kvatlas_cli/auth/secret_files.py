@@ -11,7 +11,7 @@ from kvatlas.errors import InvalidValue
 
 PASSWORD_BYTES = 24
 _NEXT_URL = re.compile(r",(?=\s*[a-z+]+://)")
-"""Separates URLs; the hosts of one Sentinel URL are separated by commas, too."""
+"""Separates URLs; the hosts of one Sentinel URL are also separated by commas."""
 
 
 class SecretFolder:
@@ -39,8 +39,8 @@ class SecretFolder:
         return file.read_text().strip()
 
     def passwords(self, users: list[str], suffix: str, server_url: str) -> Mapping[str, str]:
-        """Each user's password, in a file `<user>.<suffix>` with the URL to connect with. Raises InvalidValue for a file
-        that is something else."""
+        """Each user's password, in a file `<user>.<suffix>` with the URL to connect with. Raises InvalidValue for a file with
+        other content."""
         found: dict[str, str] = {}
         for user in users:
             name = f"{user}.{suffix}"

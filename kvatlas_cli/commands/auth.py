@@ -20,7 +20,7 @@ from kvatlas_cli.auth.secret_files import SecretFolder
 
 KEY_BYTES = 32
 
-auth = typer.Typer(help="Write users of NATS and of Redis, with their permissions.")
+auth = typer.Typer(help="Write the users of NATS and Redis, with their permissions.")
 
 OutFlag = Annotated[Path, typer.Option(metavar="PATH", help="Folder for the files; existing users keep their secrets.")]
 

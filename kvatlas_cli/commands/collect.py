@@ -12,7 +12,7 @@ from kvatlas_cli.runner import run_service
 
 @with_settings(CollectSettings)
 def collect(settings: CollectSettings) -> None:
-    """Publish for every engine of a Kubernetes namespace that has a label, without changing its pod.
+    """Publish for every labeled engine of a Kubernetes namespace, without changing its pod.
 
     Engines must publish KV events on an address that this pod reaches; their token ids cross the network, unencrypted."""
     run_service("publisher", settings, _collect(settings))

@@ -68,14 +68,14 @@ async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
 
 
 async def _list_pods(selector: str, found: list[Finding]) -> dict[str, str]:
-    """Raises SettingsError outside a pod. Pods that can't be listed are a finding."""
+    """The expected workers, from their pods. Raises SettingsError outside a pod. Pods that can't be listed are a finding."""
     from kvatlas_router.gateway.kubernetes_api import open_kubernetes_api  # needs the extra
 
     async with open_kubernetes_api() as api:
         try:
             return await list_expected(api, selector)
         except KvatlasError as error:
-            advice = "its service account needs the verb list on pods, as the collector's has"
+            advice = "its service account needs the verb list on pods, as the collector's does"
             found.append(
                 Finding("workers.missing", Level.WARNING, f"pods with {selector} could not be listed: {error}", advice)
             )

@@ -1,4 +1,4 @@
-"""`kvatlas locate`, `children` and `remove`: who holds one block, or the blocks that follow it, and taking it out."""
+"""`kvatlas locate`, `children` and `remove`: show who holds one block or the blocks that follow it, or remove it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -16,7 +16,7 @@ def router(settings: ProxySettings) -> None:
         return
 
     def flags(number: int) -> list[str]:
-        """Flags for each process. Each gets the next operators' port, because it shows only its own state."""
+        """The flags of one process. Each gets an operators' port of its own, because it shows only its own state."""
         port = settings.control_at + number if settings.control_at else 0
         return ["--control-port", str(port), *replica_flags(settings, number)]
 

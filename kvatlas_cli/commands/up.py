@@ -45,7 +45,7 @@ LOCK_FILE = "up.lock"
 LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
-"""Time for running answers to finish after Ctrl-C."""
+"""Time for answers in progress to finish after Ctrl-C."""
 DECISION_MS = 1_000.0
 """All parts share this machine, as in the demo, so the store may have to wait for a core."""
 _POLL_S = 0.05
@@ -189,7 +189,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
 
 
 async def _run_router(settings: ProxySettings, *, task_status: TaskStatus[str]) -> None:
-    """Run the router; reports its URL as started once it takes requests."""
+    """Run the router, and report its URL to `task_status` once it takes requests."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     await run_proxy(settings, ready=task_status.started)

@@ -61,8 +61,8 @@ def print_workers(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 class _Held(NamedTuple):
-    """Content of a worker's active holder. `resumable`: marked blocks, after which a prompt can resume; None for a worker
-    without marks, which can resume after every block, or if that is unknown (`EngineEndpoint.upper_bound`)."""
+    """Content of a worker's active holder. `resumable`: number of marked blocks, after which a prompt can resume; None for a
+    worker without marks (it can resume after every block), or if unknown (`EngineEndpoint.upper_bound`)."""
 
     residencies: int
     resumable: int | None

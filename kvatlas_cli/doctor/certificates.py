@@ -1,4 +1,4 @@
-"""Our own certificates: those on disk, those in use, and the days that they remain valid."""
+"""Our own certificates: those on disk, those in use, and how many days they remain valid."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -37,7 +37,7 @@ def indexers_ahead(
     """How far each indexer's clock is ahead of ours (negative: behind), by the times at which it says it heard live workers.
     Leaves out clocks that may be right.
 
-    `heard`: workers that we hear too; the owners of their partitions write their records each second. `owners`: each worker's
+    `heard`: workers that we also hear; the owners of their partitions write their records each second. `owners`: each worker's
     indexer, if known. An unknown indexer is named ''.
     """
     ages: dict[str, list[int]] = {}

@@ -35,7 +35,7 @@ from kvatlas_cli.doctor.fleets import judge_fleet
 from kvatlas_cli.doctor.heartbeats import HeartbeatListener, Told
 
 LONGEST_S = 9.0
-"""Longest time of an examination, whatever hangs, unless `wait` is set."""
+"""Maximum duration of an examination, whatever hangs, unless `wait` is set."""
 MOST_CALLS = 60
 """Limit of sequential calls to the store."""
 SETTLE_S = 6.0
@@ -149,7 +149,7 @@ async def examine(
 
 
 def _answer_first(found: Sequence[Finding], *, heard_up: bool) -> list[Finding]:
-    """The findings, with the answer if requests are served first. Drops errors that only follow from NATS being down, or from
+    """The findings, starting with whether requests are served. Drops errors that only follow from NATS being down, or from
     indexers that report why they can't start. `heard_up`: an engine that is up was heard."""
     if any(one.check == START for one in found):
         found = _drop_errors(found, _FOLLOWS)
@@ -247,7 +247,7 @@ async def _examine_fleet(store: Store, layout: Layout, bus: _Bus | None, order: 
     try:
         index = await open_redis_index(store, writer=False)
     except KvatlasError:
-        index = None  # reported by the functions' finding
+        index = None  # the functions' finding reports it
     try:
         settle_s = min(order.settle_s, order.ends_s - time.monotonic() - 1.0)
         fleet = await _read_settled(store, index, layout.partitions, heard or {}, settle_s, order.on_step)

@@ -19,7 +19,7 @@ def read_expected(file: Path) -> dict[str, str]:
     try:
         lines = (sys.stdin.read() if str(file) == "-" else file.read_text()).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--expected {file}: {getattr(error, 'strerror', '') or 'not a text'}") from None
+        raise SettingsError(f"--expected {file}: {getattr(error, 'strerror', '') or 'not text'}") from None
     try:
         return {_worker_id(line.strip()): "" for line in lines if line.strip() and not line.startswith("#")}
     except InvalidValue as error:

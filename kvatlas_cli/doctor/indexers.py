@@ -30,7 +30,7 @@ async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[lis
 
 
 def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitions: int) -> Iterator[Finding]:
-    """`members`: live indexers. `leases`: the holder of each partition that has one."""
+    """`members`: live indexers. `leases`: holder by partition, for partitions that have one."""
     if not members:
         line = "no indexer is running: the index does not follow the engines"
         yield Finding("indexers.members", Level.ERROR, line, "start `kvatlas indexer`; with two, one can take over")

@@ -22,7 +22,7 @@ def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]
         roles = {endpoint.role for endpoint in endpoints}
         if roles and Role.BOTH not in roles and len(roles) == 1:
             line = f"{name} has only {next(iter(roles)).value} workers"
-            yield Finding("pools.roles", Level.WARNING, line, "requests need both roles: start workers of the other")
+            yield Finding("pools.roles", Level.WARNING, line, "requests need both roles: start workers with the other")
         yield from _judge_chains(name, endpoints)
     for model_id, ids in tokenizers.items():
         if len(ids) > 1:

@@ -188,7 +188,7 @@ class RequestFollower:
                 yield Finding("request.worker", Level.INFO, f"{line}: {self._why_nothing(worker, prompt, fleet)}")
         if rest := workers[MOST_WORKERS:]:
             best = max(worker.usable_tokens for worker in rest)
-            line = f"{count_text(len(rest), 'more worker')}, of up to {best} usable tokens"
+            line = f"{count_text(len(rest), 'more worker')}, with up to {best} usable tokens"
             yield Finding("request.worker", Level.INFO, line)
 
     def _why_nothing(self, worker: WorkerOverlap, prompt: Prompt, fleet: Mapping[str, FleetRecord]) -> str:
@@ -199,7 +199,7 @@ class RequestFollower:
             return f"its publisher says: {heard.diagnoses[0].seen} ({heard.diagnoses[0].cure})"
         endpoint = fleet[worker.worker_id].endpoint if worker.worker_id in fleet else None
         if endpoint is not None and endpoint.salt_is_tenant is False and endpoint.tenant_id != prompt.scope.tenant_id:
-            return f"it publishes tenant {endpoint.tenant_id}, the request is of tenant {prompt.scope.tenant_id}"
+            return f"it publishes tenant {endpoint.tenant_id}, but the request is of tenant {prompt.scope.tenant_id}"
         if not worker.block_size:
             return "it has published no block yet"
         if prompt.input_tokens < worker.block_size:
@@ -213,7 +213,7 @@ class RequestFollower:
         if not worker.resident_blocks or worker.resident_blocks >= full:
             return ""
         never = f"block {worker.resident_blocks} (from token {worker.resident_tokens}) was never stored there"
-        return f"; {self._missing(worker.worker_id, never, f'{never}, or is evicted')}"
+        return f"; {self._missing(worker.worker_id, never, f'{never}, or was evicted')}"
 
     def _missing(self, worker_id: str, never: str, evicted: str) -> str:
         """Why a block is not held. It can't have been evicted if the worker never removed a block, or never stored one."""
@@ -250,7 +250,7 @@ class RequestFollower:
         return found
 
     async def _best(self, prompt: Prompt) -> WorkerOverlap | None:
-        """The worker that holds most of a prompt; None if none holds anything."""
+        """The worker that holds the most of a prompt; None if none holds anything."""
         held = [worker for worker in await self._router.overlap(prompt) if worker.resident_tokens]
         return max(held, key=lambda worker: worker.resident_tokens) if held else None
 

@@ -15,7 +15,7 @@ FEW_LEFT = 0.8
 MANY = 0.05
 """From this share on, refused requests, clients that gave up and late answers of the store are findings."""
 MOST_CHOICES = 0.5
-"""From this share on, choices without the index are the rule."""
+"""From this share on, most choices are made without the index."""
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
@@ -142,7 +142,7 @@ def _judge_descriptors(where: str, one: RouterCondition) -> Iterator[Finding]:
         return
     line = f"{where} has {one.descriptors:,} of at most {most:,} file descriptors open"
     if one.descriptors >= FEW_LEFT * most:
-        yield Finding(check, Level.ERROR, f"{line}: it refuses connections when none is left", advice)
+        yield Finding(check, Level.ERROR, f"{line}: it refuses connections when none are left", advice)
     elif most < FEW:
         yield Finding(check, Level.ERROR, f"{line}: too few for a router under load", advice)
     else:

@@ -59,7 +59,7 @@ def judge_gone(name: str, worker_ids: Collection[str]) -> Finding:
 
 def judge_unknown(why: str, *, without_store: bool = False) -> Finding:
     """No model is known. `why`: the first cause. `without_store`: the cause is the store, and engines that are up were heard,
-    so routers that have read the fleet before choose by load."""
+    so routers that have already read the fleet choose by load."""
     answer = "By load only, and only by routers that already run" if without_store else "No"
     return Finding(
         CHECK, Level.ERROR, f"would a request be served well now? {answer}, because {why}", "see the findings below"
@@ -74,7 +74,7 @@ def why_left_out(record: FleetRecord) -> str:
 
 
 def _missing_kind(usable: Collection[FleetRecord]) -> str:
-    """The kind of worker that a whole request lacks; empty if none."""
+    """The kind of worker that is missing for a whole request; empty if none is."""
     roles = {one.endpoint.role for one in usable}
     if not roles:
         return "engine"

@@ -1,4 +1,4 @@
-"""Status pages of our processes: finds publishers that are not heard on this NATS, and the certificates that each uses."""
+"""Reads our processes' status pages: finds publishers that are not heard on this NATS, and the certificates in use."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class PublishedWorker(NamedTuple):
 
 
 class StatusPage(NamedTuple):
-    """A process's page. `publishes`: it is a publisher's. `error`: why it was not read; empty if it was."""
+    """A process's page. `publishes`: it is a publisher's. `error`: why it could not be read; empty if it could."""
 
     url: str
     workers: Sequence[PublishedWorker] = ()

@@ -21,12 +21,12 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120
-"""A replica that takes over, or that has fallen behind, needs the messages of the last minutes."""
+"""Minimum reach of the stream: a replica that takes over, or has fallen behind, needs the messages of the last minutes."""
 ANSWER_S = 2.0
 LATELY_US = 120_000_000
 """Messages refused longer ago than this are not reported."""
 MOST_LETTERS = 64
-"""Number of the last refused messages that are read."""
+"""How many of the last refused messages are read."""
 _NO_STREAM = 10059
 _RECREATE = "delete the stream; an indexer creates it again"
 
@@ -189,7 +189,7 @@ def _wrong_limits(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _limits_text(config: Mapping[str, Any]) -> str:
     age_s, most = int(config.get("max_age", 0)) / 1e9, int(config.get("max_bytes", -1))
-    age = f"{age_s / 60:,.0f} min" if age_s else "for ever"
+    age = f"{age_s / 60:,.0f} min" if age_s else "forever"
     size = f"{most / (1 << 20):,.0f} MiB" if most > 0 else "without a size limit"
     replicas = count_text(int(config.get("num_replicas", 1)), "replica")
     return f"stream {STREAM} keeps {age}, {size}, in {config.get('storage')}, {replicas}"

@@ -15,7 +15,7 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 MAX_SILENT_US = 5_000_000
-"""Longest silence of a worker. Without NATS, it is judged by when an indexer last heard a heartbeat."""
+"""Longest silence allowed to a worker. Without NATS, it is measured from the last heartbeat that an indexer heard."""
 STARTING_S = 600
 """An engine that was never up may still be loading its model for this long."""
 MOST_ALIKE = 8

@@ -17,7 +17,7 @@ from kvatlas_cli.usage.rows import UsageRow, join_rows, to_csv, to_prometheus
 GIB = 1 << 30
 HOUR_S = 3_600
 
-CsvFlag = Annotated[bool, typer.Option("--csv", help="Print CSV with a line of names.")]
+CsvFlag = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
 PrometheusFlag = Annotated[
     bool, typer.Option("--prometheus", help="Print sums by model for Prometheus, without tenants' names.")
 ]

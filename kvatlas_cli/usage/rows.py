@@ -26,7 +26,7 @@ _OF_ANSWERS = (
 
 @dataclass(slots=True)
 class UsageRow:
-    """`scope=None`: forgotten. `program` empty: for blocks, which programs share, and for requests that prove none."""
+    """`scope=None`: forgotten. `program`: empty for blocks, which programs share, and for requests that prove none."""
 
     scope: Scope | None
     program: str

@@ -222,7 +222,7 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
 
 def _listed_sources(listed: Any, host: str) -> dict[int, EventSource]:
     """The sockets that an engine lists, by rank, in any of the forms in use: vLLM 0.33's map from rank to its publisher's
-    configuration, the array of the change that brought it, and SGLang's array of the ranks on its own node."""
+    configuration, the array of the change that introduced it, and SGLang's array of the ranks on its own node."""
     rows: list[tuple[Any, Any]] = []
     if isinstance(listed, Mapping):
         rows = [(int(rank), one) for rank, one in listed.items() if str(rank).isdecimal()]

@@ -52,7 +52,7 @@ def token_bytes_of(config: Any, dtype: str = "auto") -> int:
         raise InvalidValue(f"data type {name!r:.40}; expected one of {', '.join(_DTYPE_BYTES)}")
     token_bytes = _cached_layers(text) * _layer_values(text) * _DTYPE_BYTES[name]
     if not 0 < token_bytes <= MAX_BLOCK_BYTES:
-        raise InvalidValue(f"{token_bytes} bytes of KV cache a token; expected 1 to {MAX_BLOCK_BYTES}")
+        raise InvalidValue(f"{token_bytes} bytes of KV cache per token; expected 1 to {MAX_BLOCK_BYTES}")
     return token_bytes
 
 

@@ -6,7 +6,8 @@ Metric names are those of vLLM 0.9 to 0.33 (`vllm:*`) and SGLang 0.4.7 to 0.5.23
 the waiting requests by the mean prompt length so far (prompt tokens over finished requests). This counts cached tokens as
 work, so it is too high if prompts share prefixes.
 
-A page with an impossible number (infinite, negative, beyond 53 bits) is refused as a whole. Fractions are clamped to 0 to 1.
+A page with an impossible number (infinite, negative, beyond 53 bits) is refused as a whole. Fractions are clamped to the range
+from 0 to 1.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,5 @@
-"""KV events of Mooncake's master (the envelope of its RFC 1527, which mooncake_master publishes since July 2026): objects that
-the store received and evicted.
+"""KV events of Mooncake's master (the envelope of its RFC 1527, which mooncake_master has published since July 2026): objects
+that the store received and evicted.
 
     ZMQ [topic, seq (from 1), payload]; payload: msgpack [ts in ms, events, dp_rank]
     event: {event_type: stored | removed | cleared, event_id, tenant_id, backend_id, medium, seq_hashes, object_key?,

@@ -1,4 +1,5 @@
-"""State of the connection to an engine's event socket, and the feed's next task (pure; times are the caller's seconds).
+"""State of the connection to an engine's event socket, and the feed's next task (pure; times in seconds, by the caller's
+clock).
 
     CONNECTING --connected--> CONNECTED --disconnected--> LOST --GRACE_S--> AWAY --connected--> CONNECTED
          `--------------------GRACE_S---------------------------------------^

@@ -41,8 +41,8 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class LMCacheSubscription:
-    """`run` until cancelled. Passes the chunks in the server's CPU memory to `on_batch` once the engine's block size is
-    known."""
+    """Call `run` (until cancelled). It passes the chunks in the server's CPU memory to `on_batch` once the engine's block size
+    is known."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """Compares the batches of the event socket with those of replay. This reveals a wrong port or topic, which would otherwise go
-unnoticed: replay fills in, seconds late (pure; times are the caller's seconds).
+unnoticed: replay fills in, seconds late (pure; times in seconds, by the caller's clock).
 """
 
 from dataclasses import dataclass

@@ -223,7 +223,8 @@ class Feed:
             pass
 
     async def _take_queued(self, frames: list[bytes]) -> None:
-        """Take this message, and queued ones without a task switch each: while they are in order, up to BATCHES_AT_ONCE."""
+        """Take this message and, without a task switch for each, the queued ones that follow in order, up to
+        BATCHES_AT_ONCE."""
         queued: list[bytes] | None = frames
         while queued is not None and (message := self._read(queued)) is not None:
             seq, payload = message

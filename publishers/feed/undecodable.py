@@ -32,7 +32,7 @@ BURST = 8
 """Number of losses handled immediately. A few bad payloads in a long replay then cost only the blocks stored before the last
 of them."""
 RATION_S = 15.0
-"""After a burst, one loss is handled in this time."""
+"""After a burst, at most one loss is handled in each period of this length."""
 
 
 class UndecodableQueue:
@@ -59,8 +59,8 @@ class UndecodableQueue:
 
 
 class Distrust:
-    """Limits how often all known blocks are dropped (pure; times are the caller's seconds). Batches are taken only while the
-    feed `is_trusted`."""
+    """Limits how often all known blocks are dropped (pure; times in seconds, by the caller's clock). Batches are taken only
+    while the feed `is_trusted`."""
 
     def __init__(self, burst: int = BURST, ration_s: float = RATION_S) -> None:
         self._burst = burst

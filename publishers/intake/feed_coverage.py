@@ -1,4 +1,5 @@
-"""Judges how much of an engine's feed can be published, and why if it is almost nothing (pure; times are the caller's seconds).
+"""Judges how much of an engine's feed can be published, and why if it is almost nothing (pure; times in seconds, by the
+caller's clock).
 
     at most a tenth of the reported blocks can be published               the most frequent reason, its share, its cure
     the engine serves requests, no events arrive, nothing is published    the engine's settings
@@ -18,7 +19,7 @@ LEFT_OUT_SHARE = 0.9
 PERIOD_S = 60.0
 HOLES = 3
 HOLES_S = 600.0
-"""The limit of holes within this time that replay did not fill; each one dropped all known blocks."""
+"""The feed has holes if replay left HOLES of them unfilled within this time; each one dropped all known blocks."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
 """An engine that ran requests for this long, or read this many prompt tokens, must have stored a block."""

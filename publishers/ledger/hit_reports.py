@@ -43,7 +43,7 @@ class HitReports:
         self._doubts: dict[int, dict[EngineHash, int]] = {}
         """Number of doubtful copies of each hash, by group."""
         self._lost: dict[int, set[EngineHash]] = {}
-        """The subset of these whose certain copies may all be removed, by group. `lost_before` looks for no others."""
+        """The subset of these whose certain copies may all have been removed, by group. `lost_before` looks for no others."""
         self._run_end = 0
         self._run_is_new = False
         self._has_removed = False

@@ -322,7 +322,8 @@ class Ledger:
         return self._resolver.uses_keys
 
     def take_regrouped(self) -> bool:
-        """True if the engine's groups turned out different since the last call. Then the caller starts a new incarnation."""
+        """True if the engine's groups turned out to be different since the last call. Then the caller starts a new
+        incarnation."""
         regrouped, self._regrouped = self._regrouped, False
         return regrouped
 

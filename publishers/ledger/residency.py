@@ -126,7 +126,7 @@ class Residency:
 
     def restore_plain(self, place: Place, names: Sequence[EngineHash], copies: int) -> list[Stretch]:
         """Make plain stretches from saved blocks, whose copies were counted by name."""
-        assert self._device is not None, "no saved block is plain without"
+        assert self._device is not None, "no saved block is plain without a device tier"
         made = self._lineage.add(place.namespace, place.parent, place.hashes, names, copies)
         if copies:
             for name in names:

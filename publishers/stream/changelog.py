@@ -94,8 +94,8 @@ class Changelog:
         return self._unless_regrouped(self.ledger.forget_adapter(adapter), IncarnationReason.STARTED_OVER)
 
     def _unless_regrouped(self, change: list[IndexEvent], reason: IncarnationReason) -> list[IndexEvent]:
-        """The ledger's change. If the engine's groups turned out different: a Cleared event, then nothing more until the new
-        incarnation, whose marks show where the worker can resume."""
+        """The ledger's change. If the engine's groups turned out to be different: a Cleared event, then nothing more until the
+        new incarnation, whose marks show where the worker can resume."""
         if not self.ledger.take_regrouped():
             return change
         if self.outbox.incarnation or self.incarnation_due is not None:
@@ -156,8 +156,8 @@ class Changelog:
             self.incarnation_due = reason
 
     def request_snapshot(self, above: int, headers: Headers = None) -> bool:
-        """Request a snapshot because incarnation `above` is in doubt. False if ours is already above it, so that there is
-        nothing to do.
+        """Request a snapshot because incarnation `above` is in doubt. False if ours is already above it, so there is nothing
+        to do.
 
         `headers`: the request's trace context, kept in `snapshot_request` until the snapshot begins. Raises InvalidValue if no
         incarnation is left above it.

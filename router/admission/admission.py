@@ -72,7 +72,7 @@ class Admission:
 
     @property
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
+        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
         return self._queue.pool_waiting()
 
     async def close(self) -> None:

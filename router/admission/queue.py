@@ -73,7 +73,7 @@ Book = Callable[[WaitingRequest, frozenset[str]], Awaitable[T | None]]
 @dataclass(slots=True)
 class Wait:
     """One request's wait, as its client may see it. `waited_s`: until its booking or its end; `reason`: `full`, `turn`, or
-    `rest` if every engine asked for a pause; `alone`: in the order of this router, not of the pool."""
+    `rest` if every engine asked for a pause; `alone`: it was ordered by this router, not by the pool."""
 
     reason: str = ""
     place: Place | None = None
@@ -154,7 +154,7 @@ class AdmissionQueue:
         return sum(len(line.tickets) for line in list(self._lines.values()))  # metrics are read on another thread
 
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers in the pools in which some of this router's wait."""
+        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
         lines = [line for line in list(self._lines.values()) if line.tickets]
         return sum(max(len(line.tickets), line.seen.requests if line.seen else 0) for line in lines)
 
@@ -211,7 +211,7 @@ class AdmissionQueue:
 
     async def _wait(self, pool_id: str, line: _Line, ticket: _Ticket, book: Book[T]) -> T:
         line.tickets[ticket.request.id] = ticket
-        line.left.discard(ticket.request.id)  # a check may have taken it for a request that left
+        line.left.discard(ticket.request.id)  # a check may have mistaken it for a request that left
         self._ask_for_turns(pool_id, line)
         try:
             async with asyncio.timeout(max(0.0, ticket.until_s - self._clock())):

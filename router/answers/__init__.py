@@ -2,6 +2,6 @@
 
 event_parser.py   pure: parses server-sent events, as the standard defines them, from pieces
 event_stream.py   finds a stream's content, usage, error and end, and decides which bytes may pass
-engine_errors.py  errors in answers of status 200
+engine_errors.py  errors inside answers with status 200
 error_events.py   how a stream that has begun reports an error of the router itself
 """

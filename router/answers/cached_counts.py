@@ -1,7 +1,7 @@
 """Leaves engines' counts of cached tokens out of answers. All other bytes stay as the engine wrote them.
 
-In a prompt that another tenant asked before, these counts say how much of it an engine still has. vLLM, SGLang and TensorRT-LLM
-write them below `usage`, `meta_info` and `sglext`, in members with "cache" in their names.
+For a prompt that another tenant has sent, these counts reveal how much of it an engine still has. vLLM, SGLang and
+TensorRT-LLM write them below `usage`, `meta_info` and `sglext`, in members with "cache" in their names.
 """
 
 import re
@@ -44,7 +44,7 @@ def events_without_cached_counts(events: bytes) -> bytes:
 
 def without_cached_counts(text: bytes) -> bytes:
     """A JSON text, or an event with one, without counts of cached tokens: such a member is left out, or null if it is required
-    or the only one. Anthropic's `input_tokens` become those of the whole prompt, as where an engine reports no cached ones."""
+    or the only one. Anthropic's `input_tokens` then count the whole prompt, as when an engine reports no cached tokens."""
     if _MARK not in text:
         return text
     changes: list[tuple[int, int, int, bytes]] = []
@@ -90,7 +90,7 @@ def without_cached_counts(text: bytes) -> bytes:
 
 
 def _end_of(text: bytes, at: int) -> int:
-    """The end of the object or list that begins here; of any other value its beginning."""
+    """The end of the object or list that begins here; for any other value, its beginning."""
     if text[at : at + 1] not in (b"{", b"["):
         return at
     depth, at = 1, at + 1
@@ -108,7 +108,8 @@ def _with_apart(container: _Container) -> list[tuple[int, int, int, bytes]]:
 
 
 def _changed(text: bytes, changes: list[tuple[int, int, int, bytes]]) -> bytes:
-    """`changes`: the beginning of a member, its value's beginning and end, and another value; empty: none."""
+    """`changes`: for each member its beginning, its value's beginning and end, and the new value; empty: leave the member
+    out."""
     parts, at = [b""], 0
     for begin, value, end, new in changes:
         if at < begin:

@@ -1,4 +1,4 @@
-"""Errors inside an answer of status 200: an event of its stream, or a whole JSON body."""
+"""Errors inside an answer with status 200: an event of its stream, or a whole JSON body."""
 
 import json
 import re

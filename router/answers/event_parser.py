@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DATA_BYTES = 256 << 10
-"""Limit of what is kept of one event: events that matter to a router are short."""
+"""Limit on the data kept of one event: events that matter to a router are short."""
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\r|\n")

@@ -10,11 +10,11 @@ from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.token_counts import Usage
 
 MOST_HELD_BYTES = 16 << 10
-"""Limit of held bytes of an incomplete event; a longer one is not just a usage."""
+"""Limit on the held bytes of an incomplete event; a longer one has more than a usage."""
 MOST_WHOLE_BYTES = 4 << 20
 """Longest event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 256 << 10
-"""Limit of bytes of events held before the first content. They may include a chat's prompt, as token ids."""
+"""Limit on the bytes of events held before the first content. They may include a chat's prompt, as token ids."""
 HEAD_BYTES = 4 << 10
 """An event's content, if any, begins within this many bytes of its data."""
 
@@ -59,8 +59,8 @@ class EventStream:
     """Passes bytes through unchanged and at once, with two exceptions.
 
     `hold`: events are held back until the answer has `begun`, so that another engine can still be tried. Comments and pings
-    pass, since they carry nothing. `hide_usage`: the event with a usage but no choice is dropped, so an event's beginning
-    waits until it can't be that event.
+    pass, since they carry nothing. `hide_usage`: the event with a usage but no choice is dropped, so the beginning of an event
+    is held until it can't be that one.
 
     `error`: the error that the stream reports, instead of an answer or after a part of it. `response_id`: of OpenAI's
     Responses API. `usage`: the last one seen. `parts`: events with a part of the answer, not only a role, a finish reason or a
@@ -79,9 +79,9 @@ class EventStream:
         choices: int = 1,
         ends_at_error: bool = False,
     ) -> None:
-        """`whole`: pass on only whole events, up to `most_whole` bytes. `counts`: each event may have the usage so far, and one
-        without a choice the last one. `choices`: how many the request asks for, over all its prompts.
-        `ends_at_error`: once an answer has begun, nothing after its error passes."""
+        """`whole`: pass on only whole events, up to `most_whole` bytes. `counts`: each event may have the usage so far, and an
+        event without a choice the final one. `choices`: how many the request asks for, over all its prompts. `ends_at_error`:
+        once an answer has begun, nothing after its error passes."""
         self._counts = counts
         self._choices = choices
         self._ends_at_error = ends_at_error
@@ -136,7 +136,7 @@ class EventStream:
 
     def _passes_plainly(self, piece: bytes) -> bool:
         """Count the piece and return true if it is one whole event with nothing in it but a part of an answer, as almost all of
-        them are. Nothing else is decided here: `_read` agrees, and takes several times as long."""
+        them are. `_read` would decide the same, but take several times as long."""
         if (
             not (piece.startswith(b"data: {") and piece.endswith(b"}\n\n"))
             or len(piece) > HEAD_BYTES

@@ -2,7 +2,7 @@
 
 reasons.py          which answers can be continued, and why others can't
 chunk.py            one event of a stream, as far as a continuation needs it
-edits.py            changes in an event's bytes that leave all others as they are
+edits.py            changes to an event's bytes that leave all others as they are
 thoughts.py         reasoning and content as one text
 events.py           streams of named events, which are continued as chats:
 messages.py         Anthropic's messages

@@ -13,7 +13,7 @@ class ChatEvents:
 
     @property
     def can_write(self) -> bool:
-        """True once an event with text or reasoning was read."""
+        """True once an event with text or reasoning has been read."""
         return bool(self._part or self._thought)
 
     def learn(self, raw: bytes, chunk: Chunk) -> None:

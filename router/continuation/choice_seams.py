@@ -1,4 +1,4 @@
-"""Joins the streamed answers of several engines to a request for several choices."""
+"""Joins several engines' streamed answers to one request for several choices."""
 
 from array import array
 from dataclasses import replace
@@ -128,7 +128,7 @@ class ChoiceSeams(JoinedEvents):
 
 
 def _read(data: bytes) -> tuple[int | None, dict[str, Any] | None]:
-    """The index of the choice in an event, if it has exactly one, or else its usage, if it has no choice."""
+    """The index of an event's choice if it has exactly one; its usage if it has none."""
     try:
         decoded = decode(data)
     except ValueError:

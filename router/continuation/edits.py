@@ -1,4 +1,4 @@
-"""Changes in the bytes of an event with a JSON text. All other bytes stay as the engine wrote them.
+"""Changes to the bytes of an event with a JSON text. All other bytes stay as the engine wrote them.
 
 Names are found by their quotes: within a JSON text's values, quotes are escaped, so `"usage":` is always a member.
 """
@@ -114,7 +114,7 @@ def with_finish_of(raw: bytes, other: bytes) -> bytes:
 
 
 def with_index(raw: bytes, index: int) -> bytes:
-    """The event with another index of its choice, before the choice's text or delta."""
+    """The event with another choice index. The index must come before the choice's text or delta."""
     return _INDEX.sub(rb"\g<1>%d" % index, raw, count=1)
 
 

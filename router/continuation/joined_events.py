@@ -53,7 +53,7 @@ class JoinedEvents(ABC):
 
     @abstractmethod
     def _take(self, event: Event, data: bytes, raw: bytes) -> bytes:
-        """The client's bytes for an event that is no error; `data`: its data."""
+        """The client's bytes for an event that is not an error; `data`: its data."""
 
     def _pass(self, event: Event, raw: bytes) -> bytes:
         if event.data is None:

@@ -77,7 +77,7 @@ class ParsedAnswer:
 
     @property
     def rest(self) -> Rest:
-        """What the next engine has to generate. If the answer's end is known, that is its last token, for the usage."""
+        """What the next engine has to generate. If the answer's end is known, that is only its last token, for the usage."""
         tokens = self._before + len(self.ids) + len(self.unread) - (self.finish is not None)
         return Rest(tokens=tokens, by_ids=True, parsed=True)
 

@@ -34,7 +34,7 @@ class ResponseEvents:
         self._parts: list[str] = []
         self._delta: dict[str, Any] = {}
         self._has_part, self._done = False, 0
-        """Which of the item's other events the client has: the one that begins its part, and those of its end."""
+        """Which of the item's other events the client has: the one that begins its part, and those that end it."""
         self._is_cut = self._is_ended = False
 
     def read(self, event: Event, raw: bytes) -> Chunk | None:

@@ -1,4 +1,4 @@
-"""The request for what a client lacks of an answer, in each of the forms that another engine may need."""
+"""The request for the part of an answer that a client still lacks, in each of the forms that another engine may need."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,8 +54,8 @@ class RestBuilder:
         self._index = index
 
     def of_engines(self, kind: EngineKind, scope: Scope) -> None:
-        """Set the engines' kind and model, which decide how they read a conversation. In vLLM a choice's seed has its index
-        added."""
+        """Set the engines' kind and model, which decide how they read a conversation. vLLM adds a choice's index to its
+        seed."""
         seed = self._body.get("seed")
         body = self._body
         if kind is EngineKind.VLLM and isinstance(seed, int) and not isinstance(seed, bool):
@@ -117,8 +117,8 @@ class RestBuilder:
         return abs(rest.tokens - tokens) <= rest.lag
 
     def knows_end(self, rest: Rest) -> bool:
-        """False if the client must get the end of its reasoning from the next engine's tokens, and it is not known what its
-        parser does with white space there."""
+        """False if the client must get the end of its reasoning from the next engine's tokens, and it is not known what
+        parsers do with white space there."""
         return self._thoughts.ends.keep is not None or (rest.parts > 0 and not rest.inside)
 
     def _is_inside(self, rest: Rest) -> bool:

@@ -51,8 +51,9 @@ class Seam(JoinedEvents):
         prompt_ids: "array[int] | None" = None,
         parsed: ParsedAnswer | None = None,
     ) -> None:
-        """`ends`: those of its pool. `index`: the choice that the client's events have. `prompt_ids`: shared by all choices of
-        an answer, and shown by its first event. `parsed`: its tokens, if it may have tool calls that an engine can parse."""
+        """`ends`: its pool's, see `ThoughtEnds`. `index`: the choice that the client's events have. `prompt_ids`: shared by
+        all choices of an answer, and shown by its first event. `parsed`: its tokens, if it may have tool calls that an engine
+        can parse."""
         super().__init__()
         self._index = index
         self.ended = False
@@ -77,7 +78,7 @@ class Seam(JoinedEvents):
         self._needs_parser: ParsedAnswer | None = None
         """The answer, while its current engine does not parse it."""
         self._waiting: list[tuple[Event, bytes, bytes]] = []
-        """Its events after those that are not parsed yet."""
+        """Events that arrived after the ones still to be parsed."""
         self._last_usage: Mapping[str, Any] = {}
         self._resumed = self._speaks = self._by_ids = False
         self._misfit = Why.TEMPLATE

@@ -1,4 +1,5 @@
-"""An answer's reasoning and content as one text, with END between them, and how models mark that in what they generate."""
+"""An answer's reasoning and content as one text, with END between them, and how models mark that boundary in what they
+generate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +8,9 @@ from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.rest_request import begun_stop
 
 END = "\ud800"
-"""No text of an engine has it: it is half of a surrogate pair."""
+"""No engine's text contains it: it is half of a surrogate pair."""
 _FRAMED = ("ernie", "hunyuan")
-"""Models that also mark their content, which their parsers remove."""
+"""Models that also mark their content; their parsers remove these marks too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
 
 @dataclass(slots=True)
 class ThoughtEnds:
-    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep`: they send it, and
-    at once, as at the end of any part; False: they remove it, and send that at the end of other parts with the next part.
-    None: not known yet. A part that ends in white space shows which, and so does the end of complete reasoning: if it does not
-    end in white space, nothing needs to be removed."""
+    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep` True: they send it
+    at once, as at the end of any part. False: they remove it; elsewhere, they send white space at the end of a part with the
+    next part. None: not known yet. A part of the reasoning that ends in white space shows that they keep it. If complete
+    reasoning has no such part, `keep` is False."""
 
     keep: bool | None = None
 
@@ -87,7 +88,7 @@ class Thoughts:
 
     def resume(self, markers: Markers | None, *, inside: bool, fresh: bool) -> None:
         """From now on, parts are read as another engine's model generates them. `markers=None`: they contain no reasoning.
-        `fresh`: the first part may begin it."""
+        `fresh`: the first part may begin the reasoning."""
         self.markers, self.inside, self._held = markers, inside, ""
         self._between, self._fresh = False, fresh and not inside
 

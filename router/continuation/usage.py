@@ -1,4 +1,4 @@
-"""The usage of a whole answer, of which several engines generated parts."""
+"""The usage of a whole answer that several engines generated in parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from router_client.learning.token_counts import Usage
 
 @dataclass(slots=True)
 class WholeUsage:
-    """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None: it did not.
+    """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None if it did not.
     `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
-    the answer's tokens in the prompt of the last engine. `apart`: how many of the tokens before the reasoning's end
-    the first engine does not count as reasoning; None: it does not count reasoning."""
+    the answer's tokens in the prompt of the last engine. `apart`: how many of the tokens before the reasoning's end the first
+    engine does not count as reasoning; None: it does not count reasoning."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -51,7 +51,7 @@ class WholeUsage:
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
 
     def cap(self, most: int | None) -> None:
-        """Maximum number of tokens in an answer; a guess of how many an engine got may exceed it."""
+        """Apply the answer's maximum number of tokens, which a guess of how many an engine got may exceed."""
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 
@@ -71,7 +71,7 @@ class WholeUsage:
         return Usage(self.prompt_tokens, self.completion_tokens or 0, self.cached_tokens)
 
     def sum(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """An engine's usage, which was learned, in terms of the client's request."""
+        """An engine's usage, once learned, in terms of the client's request."""
         prompt, completion = self.prompt_tokens or 0, self.completion_tokens or 0
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:

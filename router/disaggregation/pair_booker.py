@@ -95,7 +95,7 @@ def _describe(members: list[FleetRecord]) -> _Prefillers:
 def _can_go_apart(text: TextRequest, prefillers: _Prefillers) -> bool:
     """True if the request may be split. vLLM's prefill engine drops the KV after one decode request has read it, and the decode
     engine never computes the prompt; so requests with several answers or prompts, or prompt log probabilities, are not split.
-    Only requests of OpenAI's first two APIs are."""
+    Only chats and completions can be split."""
     if not text.api.is_checked:
         return False
     return prefillers.meet or (text.prompts == 1 and text.choices == 1 and not text.cache_reading.prompt_logprobs)

@@ -1,11 +1,11 @@
 """Finds the workers of a pool that fail while the others don't. Pure: takes answers, returns workers to avoid.
 
 A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with HALF_LIFE_S), these are at least RATE
-of its answers, and that is WORSE times the rate of the rest of the pool: requests that fail everywhere prove nothing about a
-worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes. After an
-ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the worker is
-readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer begins every
-answer normally. Never more than SHARE of the candidates are avoided because of failures.
+of its answers, and that rate is at least WORSE times that of the rest of the pool: requests that fail everywhere prove nothing
+about a worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes.
+After an ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the
+worker is readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer
+begins every answer normally. Never more than SHARE of the candidates are avoided because of failures.
 
 Refusals (a 400) are mostly the request's own fault, and don't count as failures. They are counted separately: a refusal is
 doubtful if its worker is ejected, or refuses so much more often than the others that it would be ejected for as many failures.
@@ -46,8 +46,8 @@ class _Counts:
 @dataclass(slots=True)
 class _Worker:
     """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
-    answers, of which the bad ones are refusals. `ejected_until=None`: not ejected; in the past: half open. `may_probe`:
-    until then, only this router may try it again. `began_at`: when the answer to that attempt began."""
+    answers, counting refusals as bad. `ejected_until=None`: not ejected; in the past: half open. `may_probe`: until then, only
+    this router may try it again. `began_at`: when the answer to that attempt began."""
 
     own: _Counts
     shared: _Counts
@@ -62,14 +62,14 @@ class _Worker:
     resting_until: float = 0.0
 
     def rate(self, now: float) -> tuple[float, float]:
-        """(bad, all) answers, faded."""
+        """(bad, all) answers; older ones count less."""
         self.own.fade(now)
         self.shared.fade(now)
         bad = self.own.bad + self.shared.bad
         return bad, bad + self.own.good + self.shared.good
 
     def refusal_rate(self, now: float) -> tuple[float, float]:
-        """(refused, all) requests, faded."""
+        """(refused, all) requests; older ones count less."""
         self.refusals.fade(now)
         return self.refusals.bad, self.refusals.bad + self.refusals.good
 
@@ -203,7 +203,7 @@ class PoolEjections:
         }
 
     def rate_of(self, worker_id: str, now: float) -> tuple[float, float]:
-        """(bad, all) answers of a worker, faded."""
+        """(bad, all) answers of a worker; older ones count less."""
         return self._worker(worker_id, now).rate(now)
 
     # ------------------------------------------------------------ sharing

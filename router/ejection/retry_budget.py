@@ -32,8 +32,8 @@ class RetryBudgets:
 
 
 class RetryBudget:
-    """The budget of one pool and tenant in one router: at most SHARE of its first attempts, plus about `reserve` in each FADE_S
-    for those with few requests.
+    """The budget of one pool and tenant in one router: at most SHARE of its first attempts, plus about `reserve` per FADE_S,
+    which matters if there are few requests.
 
     Budgets add up as first attempts do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. An
     attempt that reached no engine costs no engine anything, and is not counted.

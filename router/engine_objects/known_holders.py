@@ -1,5 +1,5 @@
-"""The objects' workers that one process remembers: the space for all tenants together is bounded, and each has an equal right
-to it."""
+"""Remembers, in one process, which worker has each object. The space for all tenants together is bounded, and each has an
+equal right to it."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

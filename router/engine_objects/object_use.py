@@ -76,7 +76,7 @@ class ObjectUse:
         return cls(_named(ids), lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
-        """Ids in a successful answer: its object's, and those of files that the object names as its results."""
+        """Ids in a successful answer: the object's own, and those of the files that it lists as results."""
         decoded = _decode(body) if self.kept and len(body) <= MOST_ANSWER_BYTES else {}
         ids = [id for name, id in decoded.items() if name == "id" or name.endswith("_file_id")]
         return tuple(id for id in ids if isinstance(id, str) and 0 < len(id) <= MOST_ID)

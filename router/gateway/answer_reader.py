@@ -14,7 +14,7 @@ from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.token_counts import Usage
 
 MOST_BYTES = 4 << 20
-"""Limit in bytes: a longer unstreamed answer is passed on unread."""
+"""Limit in bytes: a longer answer that is not streamed is passed on unread."""
 
 
 class AnswerReader:
@@ -24,9 +24,9 @@ class AnswerReader:
     until its end.
 
     `clock`: starts with the reader, when the request goes to its engine. Compressed answers and those with a status other than
-    200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content arrived,
-    or for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer of status
-    200, or its missing end. `kept`: ids of the `objects` that the answer creates.
+    200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content arrived
+    or, for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer with status 200,
+    or its missing end. `kept`: ids of the `objects` that the answer creates.
     """
 
     def __init__(

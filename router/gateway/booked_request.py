@@ -44,7 +44,7 @@ Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
 
 
 class LeftBookings:
-    """Ends the bookings of requests whose answers bypass the picker, when they should have ended.
+    """Ends the bookings of requests whose answers bypass the picker, at the time when these should be complete.
 
     An engine's load report replaces earlier bookings, so a wrong estimate lasts only until the next report.
     """

@@ -43,8 +43,8 @@ def self_signed() -> grpc.ServerCredentials:
 
 
 def from_files(certificate: Path, key: Path) -> grpc.ServerCredentials:
-    """Credentials that are read again at a connection if a file has changed. If the new files are invalid, the old credentials
-    stay in use.
+    """Credentials that are read again on a new connection if a file has changed. If the new files are invalid, the old
+    credentials stay in use.
 
     Raises SettingsError if the files can't be read or don't belong together.
     """

@@ -62,7 +62,7 @@ class FieldMetrics:
         self._names: set[str] = set()
         self._requests = meter.create_counter(name("request"), "", "Requests.")
         self._errors = meter.create_counter(name("request_error"), "", "Requests that failed, by status.")
-        self._running = meter.create_up_down_counter(name("request_running"), "", "Requests that run.")
+        self._running = meter.create_up_down_counter(name("request_running"), "", "Running requests.")
         self._duration = meter.create_histogram(
             name("request_duration"),
             "s",

@@ -117,7 +117,7 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """True if the body matters: a form only if there are several models, of which it names one."""
+        """True if the body matters; a form matters only if there are several models, one of which it names."""
         reads = self._has_models or not is_form(head.path, head.first(b"content-type") or "")
         return reads and head.method in ("POST", "PUT", "PATCH")
 

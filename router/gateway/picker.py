@@ -89,7 +89,7 @@ class Refusal:
 
 
 class PickedRequest(Protocol):
-    """A request whose destination is decided. The stream reports its course here.
+    """A request whose destination has been decided. The stream reports its progress here.
 
     Calls come in this order: `begin` if an answer begins, `pass_part` for each part, `first_token` and `keep`, then one of
     `finish`, `fail` and `leave`. A request that was never answered gets only the last. None of them raises if the store does
@@ -151,7 +151,7 @@ class PickedRequest(Protocol):
 
     async def fail(self, error: EngineError | None = None) -> None:
         """Report that there is no answer, that its status is not 2xx, or that it was cut off. `error`: reported inside an
-        answer of status 200."""
+        answer with status 200."""
         ...
 
     async def leave(self) -> None:

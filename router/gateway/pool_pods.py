@@ -28,7 +28,7 @@ class PoolPods(Protocol):
 
     @property
     def endpoints(self) -> Collection[str] | None:
-        """A new object after each change. None: the pool is all workers."""
+        """A new object after each change. None: the pool includes all workers."""
         ...
 
     @property

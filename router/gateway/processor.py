@@ -246,7 +246,7 @@ class _Stream:
         self._metrics.record_end(self._attributes, time.monotonic() - self._came_at, error, usage)
 
     async def close(self) -> None:
-        """Report the end to the picked request, unless this has been done. Called however the stream ended."""
+        """Report the end to the picked request, unless already reported. Called however the stream ended."""
         try:
             if self._picked is None:
                 self._counters.undecided += not self._ended

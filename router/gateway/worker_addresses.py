@@ -23,7 +23,7 @@ def endpoint_of(url: str, policy: AddressPolicy) -> str:
     ip = parse_ip(host)
     if ip is None or not url.startswith("http:"):
         raise InvalidValue(
-            f"{url or '(no address)'}; gateways send requests to http://IP:PORT only, set --advertise-url"
+            f"{url or '(no address)'}; gateways send requests to http://IP:PORT only; set --advertise-url"
         )
     if not policy.allows(host, port, ip):
         raise InvalidValue(f"{url}; not an allowed engine address (--engine-addresses)")
@@ -54,7 +54,7 @@ class Candidates(NamedTuple):
 class WorkerAddresses:
     """The endpoints of a fleet's workers; the ranks of a data-parallel engine share one.
 
-    `unusable`: for each worker without an endpoint, by id, the reason.
+    `unusable`: the reason for each worker without an endpoint, by id.
     """
 
     endpoints: Mapping[str, str]

@@ -213,7 +213,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
             call.request_kwargs.update(given)
         return _arguments(call)
 
-    # ------------------------------------------------------------ the callback: LiteLLM reports a request's course
+    # ------------------------------------------------------------ the callback: LiteLLM reports a request's progress
 
     def log_stream_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:
         """Handle a chunk of a stream; LiteLLM reports chunks of synchronous streams."""

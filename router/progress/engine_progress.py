@@ -9,9 +9,9 @@ Progress is a computed byte of any answer, including a probe's, a change of coun
 makes an engine alive in any state, however long one request waits there. Status pages and refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
-  first request if the engine was idle. The longest bounds apply among the requests present then and those that arrived
-  before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
-  answers have begun, BEGUN applies.
+  first request if the engine was idle. The bounds are the longest among the requests that were present then or arrived before
+  it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running answers
+  have begun, BEGUN applies.
 - **Clients that disconnected** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last
   progress make it suspected, which only costs a probe. They alone never make it stalled: if no request waits, it
   becomes stalled only when a probe stays unanswered for twice the usual time.
@@ -20,7 +20,7 @@ makes an engine alive in any state, however long one request waits there. Status
 - **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting
   request. It is then tried with one real request each TRIAL_EVERY_S.
 - **A pause of the observer** (`skip`) does not count as silence.
-- After an engine was stalled for CUT_S, its other answers are given up too (`is_lost`).
+- Once an engine has been stalled for CUT_S, its other answers are given up too (`is_lost`).
 """
 
 from collections.abc import Hashable, Mapping
@@ -65,7 +65,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """When the engine becomes suspected and stalled. Requests that arrive until `closes_at` can extend both."""
+    """The times at which the engine counts as suspected, then as stalled. Requests that arrive until `closes_at` can extend
+    both."""
 
     closes_at: float
     suspect_at: float

@@ -1,8 +1,9 @@
 """Decides how long an engine may be silent. Pure: takes predicted and measured times to the first byte, returns bounds.
 
-A prediction is the cost profile's time to the first token, by the booked backlog and the learned rates; for an answer in one
+A prediction is the cost profile's time to the first token, from the booked backlog and the learned rates; for an answer in one
 piece, the time of the whole answer. The ratio of measured to predicted times is learned for each kind of request in a pool,
-over about MEMORY answers. Its middle corrects the prediction; its spread (standard deviation of its logarithm) sets the bounds.
+over about MEMORY answers. Its middle corrects the prediction; its spread (standard deviation of its logarithm) sets the
+bounds.
 
     expected = prediction x middle
     suspect  = expected x e^(2 spread), at most 1.5 x expected; at least LEAST_SUSPECT_S

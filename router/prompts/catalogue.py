@@ -236,7 +236,7 @@ class Catalogue:
         return served
 
     def _is_served(self, model: ServedModel | None) -> bool:
-        """True if the pool has engines up: what they don't list, they have unloaded."""
+        """True if the pool has engines up: they have unloaded whatever they don't list."""
         pools = {(one.endpoint.model_id, one.endpoint.tokenizer_id) for one in self._current().values() if one.routable}
         return model is not None and (model.model_id, model.tokenizer_id) in pools
 

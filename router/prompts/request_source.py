@@ -40,8 +40,8 @@ _log = logging.getLogger("kvatlas_router.proxy")
 @dataclass(frozen=True, slots=True)
 class RequestSource:
     """`reader` turns requests into prompts in the scopes of `catalogue`. `lookups` looks them up in the store's `index`, or in
-    a local copy of it. `short_calls`: client for engine calls that take no time. `addresses`: which addresses engines may have.
-    `fleet`: the store's records of workers."""
+    a local copy of it. `short_calls`: client for quick engine calls. `addresses`: which addresses engines may have. `fleet`:
+    the store's records of workers."""
 
     store: Store
     reader: RequestReader

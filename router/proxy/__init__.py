@@ -9,7 +9,7 @@
     form_body.py         the model that a form names
     large_body.py        the model that a body names if it is too large to decode
     exchange.py          one request, from its arrival to its record: reads the prompt, ends with the client
-    worker_attempts.py   books a worker for it, and others until the client gets anything
+    worker_attempts.py   books a worker for it, then others until the client gets anything
     attempts.py          the state of its attempts
     continued_answer.py  its streamed answer, if another worker may continue it
     answer_relay.py      one attempt on one worker: sends the request, passes its answer on

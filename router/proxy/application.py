@@ -207,7 +207,7 @@ class ProxyApplication:
 
 
 class _InferenceFirst:
-    """Calls to engines without a search through all routes, which would take longer than reading the request."""
+    """Passes on calls to engines without searching all routes, which would take longer than reading the request."""
 
     def __init__(self, for_engines: "_ForEngines", others: ASGIApp) -> None:
         self._for_engines = for_engines

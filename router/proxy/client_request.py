@@ -148,8 +148,8 @@ class ClientRequest:
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
     async def end_failed(self, error: EngineError, rest: bytes) -> None:
-        """End a stream with the rest of what the engine sent, the error in it. If the client would not see it, repeat it in its
-        protocol's form."""
+        """End a stream with the rest of what the engine sent, including the error. If the client would not see that error,
+        repeat it in its protocol's form."""
         if is_seen(self.for_engine.path, error):
             await self.send({"type": "http.response.body", "body": rest})
         else:
@@ -182,7 +182,7 @@ class ClientRequest:
             await self.send({"type": "http.response.body", "body": event})
 
     def _of_client(self, part: bytes) -> bytes:
-        """The part of the body as the client may see it; of an event stream, whole events."""
+        """The part of the body as the client may see it; for an event stream, only whole events."""
         return part if self.shows_cached or not self.events else events_without_cached_counts(part)
 
     def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
@@ -219,7 +219,7 @@ class ClientRequest:
 
     @property
     def is_trusted(self) -> bool:
-        """True for any sender without a clients file, otherwise only for a gateway."""
+        """True for any sender if there is no clients file, otherwise only for a gateway."""
         return self.caller.is_front or not self.caller.is_proven
 
     def trusted_header(self, name: bytes) -> str | None:

@@ -239,8 +239,8 @@ class ContinuedAnswer:
         self._parse_at = 0.0
 
     async def feed(self, passed: bytes, ask: AskEngine) -> bytes:
-        """The client's bytes for those of the current engine, which `ask` asks to parse them if it must. Raises CannotContinue,
-        and what `ask` raises."""
+        """The client's bytes for those of the current engine. `ask` asks that engine to parse its tokens, if needed. Raises
+        CannotContinue, and what `ask` raises."""
         assert self.seam is not None
         return self.seam.feed(passed) + await self._parse(ask)
 
@@ -297,7 +297,7 @@ class ContinuedAnswer:
 
     async def _count(self, seam: Seam | ChoiceSeams, rest: Rest) -> int:
         """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
-        that they have counted may have no text yet; messages are not counted at all. Then the text is tokenized."""
+        that they have counted may have no text yet; messages are not counted at all. In both cases, the text is tokenized."""
         if rest.lag == 0 or not rest.parts:
             return rest.tokens
         counted = (await self._read_text(seam.builder.text_of(rest))).prompt_tokens

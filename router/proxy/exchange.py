@@ -86,11 +86,11 @@ class Exchange:
 
     @property
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers, in the pools in which some of this router's wait."""
+        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
         return self._admission.pool_waiting
 
     async def run(self, request: ClientRequest) -> None:
-        """Answer one request. If the client disconnects, all its work is cancelled, on the engine too."""
+        """Answer one request. If the client disconnects, all its work is cancelled, including the engine's."""
         self._counters.requests += 1
         answering, sent, is_cut = asyncio.current_task(), request.for_engine, False
         assert answering is not None

@@ -50,7 +50,7 @@ def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _checked(decoded: Any, containers: int) -> dict[str, Any]:
-    """`containers`: an upper bound of its arrays and objects."""
+    """`containers`: an upper bound on its number of arrays and objects."""
     if not isinstance(decoded, dict):
         raise UnreadableBody(f"the body is a JSON {type(decoded).__name__}; expected an object")
     if containers > MAX_DEPTH and _is_deep(decoded):

@@ -14,8 +14,8 @@ _BY_THE_SERVER = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_toke
 def sent_attempt(
     choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str], bool], bool] = stays
 ) -> SentAttempt:
-    """The attempt with its predicted time to the first byte, which comes with a stream's first token, or any other answer's
-    last one. Times of other calls are not predicted but learned by path."""
+    """The attempt with its predicted time to the first byte, which comes with the first token of a stream, or with the last
+    one of any other answer. Times of other calls are not predicted but learned by path."""
     endpoint = choice.endpoint
     predicted_us: int | None = None
     if text is None:

@@ -52,7 +52,7 @@ MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
 WARM_S = 5.0
-"""Longest time that a start waits to warm up."""
+"""Longest time that startup spends on warming up."""
 PROBE_S = 600.0
 """Longest time for a probe of a stalled engine, which stays stalled meanwhile."""
 

@@ -75,7 +75,7 @@ def _until_answered(span: Span) -> Iterator[Span]:
 
 
 def trace_headers(span: Span | None = None) -> Mapping[str, str]:
-    """Headers that continue a span, or the current one. None while tracing is off, when the caller's own are forwarded."""
+    """Headers that continue a span, or the current one. Empty while tracing is off: the caller's own are then forwarded."""
     headers: dict[str, str] = {}
     if tracing_enabled():
         recording = span is not None and span.is_recording()

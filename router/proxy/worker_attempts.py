@@ -64,7 +64,7 @@ class WorkerAttempts:
         most_attempts: int = 4,
         continues: ContinueMode = ContinueMode.OFF,
     ) -> None:
-        """`continues`: whose streams continue elsewhere if their engine dies."""
+        """`continues`: which requests' streams continue elsewhere if their engine dies."""
         self._continues = continues
         self._catalogue = catalogue
         self._relay = relay
@@ -201,8 +201,8 @@ class WorkerAttempts:
     async def _go_on(
         self, attempts: Attempts, worker_id: str | None = None, error: EngineLost | EngineFailed | None = None
     ) -> bool:
-        """Handle an answer whose engine, this worker, died in the middle, or one of whose choices ended after such a death.
-        False to let another worker continue; True if it has ended."""
+        """Handle an answer whose engine (this worker) died midway, or one choice of which ended after such a death. False to
+        let another worker continue; True if it has ended."""
         attempts.tried |= {worker_id} if worker_id is not None else frozenset()
         attempts.apart = False
         try:

@@ -1,4 +1,4 @@
-"""Answers in the forms that other routers expect. All counts are tokens from the prompt's start."""
+"""Answers in the formats that other routers expect. All counts are tokens from the prompt's start."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

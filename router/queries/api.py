@@ -55,7 +55,7 @@ class QueryApi:
         self.counters = QueryCounters()
 
     async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Find the holders of a prompt of token ids, in Mooncake's or Dynamo's form. Raises InvalidValue, UnknownModel,
+        """Find the holders of a prompt of token ids, in Mooncake's or Dynamo's format. Raises InvalidValue, UnknownModel,
         ForeignTenant and Unreachable."""
         return await self._answer(await asyncio.to_thread(read_question, body, by_hash=False), caller)
 
@@ -120,7 +120,7 @@ class QueryApi:
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
     async def workers(self, model: str | None, group: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
-        """The workers that may see the caller's prompts, in the form of Dynamo's indexer. Raises Unreachable."""
+        """The workers that may see the caller's prompts, in the format of Dynamo's indexer. Raises Unreachable."""
         if group not in (None, ONLY_GROUP):
             return []
         tenant_id = caller.tenant_id or self._catalogue.tenant_id

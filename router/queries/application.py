@@ -1,9 +1,9 @@
 """The paths of the index server. Nothing here changes the index.
 
-/query, /query_by_hash        in the forms of Mooncake's conductor and of Dynamo's indexer
+/query, /query_by_hash        in the formats of Mooncake's conductor and Dynamo's indexer
 /kvatlas/overlap              by text, token ids or hashes, with the tokens that each engine would reuse
 /kvatlas/changes              the blocks held now and their changes, as server-sent events; resumable by position
-/workers                      in the form of Dynamo's indexer
+/workers                      in the format of Dynamo's indexer
 /health, /ready, /version     for probes
 
 For operators, on a separate port unless everything is on loopback: the same queries, for the tenant in the header
@@ -41,7 +41,7 @@ from kvatlas_router.tenancy.refusals import ForeignTenant
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
 CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
-"""Paths by which other indexers are changed; refused here."""
+"""Paths through which other indexers are changed; refused here."""
 
 Answer = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
 WhoAsks = Callable[[Request], Caller]

@@ -15,7 +15,7 @@ from kvatlas_router.proxy.json_body import UnreadableBody, read_object
 from kvatlas_router.queries.question import MAX_TOKENS, check_length
 
 LARGE_BODY = 64 << 10
-"""Bodies of more bytes are read in this way."""
+"""Larger bodies are read in this way."""
 SLICE_BYTES = 64 << 10
 SLICE_TOKENS = 1 << 14
 MAX_VALUES = 1 << 17

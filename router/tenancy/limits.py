@@ -22,7 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 
 class OverLimit(KvatlasError):
     """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will. `tokens`:
-    the limit is one of tokens. `headers`: see `Permit.headers`; here, of a request that was not admitted."""
+    it is a limit on tokens. `headers`: see `Permit.headers`; here, for a request that was not admitted."""
 
     def __init__(self, line: str, retry_after_s: float | None, *, tokens: bool, headers: Headers | None = None) -> None:
         super().__init__(line)
@@ -113,7 +113,7 @@ class Permit:
             self._use.tokens -= self._tokens
 
     def headers(self) -> Headers:
-        """The rest of each limit, in the headers of OpenAI's API."""
+        """What is left of each limit, in the headers of OpenAI's API."""
         return limit_headers(self._use, self._exchange.clock())
 
 

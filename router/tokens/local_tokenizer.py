@@ -26,7 +26,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class LocalTokenizer:
-    """Makes token ids as vLLM and SGLang do: completions get special tokens, chats only those of their template.
+    """Makes token ids as vLLM and SGLang do: completions get special tokens, chats only those in their template.
 
     `prompt_tokens` is a plain thread-safe function: `ThreadedTokenizer(local.prompt_tokens)`. `memo_bytes` bounds the cached
     pieces (text and token ids).

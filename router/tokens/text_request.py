@@ -78,8 +78,8 @@ _LISTS = (Api.CHAT, Api.MESSAGES, Api.TOKENS)
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `scope`: the kind of its
-    engines, and its identity scope, whose model decides with it how a conversation is rendered. Only engines that serve the
-    scope, and may see its tenant's prompts, may tokenize it. None: not known yet."""
+    engines and its identity scope. The kind and the scope's model decide how a conversation is rendered. Only engines that
+    serve the scope, and may see its tenant's prompts, may tokenize it. None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
@@ -161,7 +161,7 @@ class TextRequest:
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit of generated tokens, if any. If it sets two, the larger one counts: engines rank them
+        """The request's own limit on generated tokens, if any. If it sets two, the larger one counts: engines rank them
         differently."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
@@ -169,7 +169,7 @@ class TextRequest:
 
     @property
     def output_limits(self) -> OutputLimits:
-        """The request's limits of its answer's length. `min_tokens` and `ignore_eos` are fields of vLLM and SGLang."""
+        """The request's limits on its answer's length. `min_tokens` and `ignore_eos` are fields of vLLM and SGLang."""
         sampling, most = self.sampling, self.output_tokens
         if most is not None and _is_set(sampling.get("ignore_eos")):
             return OutputLimits(most, most)

@@ -82,7 +82,7 @@ class ThreadedTokenizer:
 
     def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2, *, inline_letters: int = 0) -> None:
         """`inline_letters`: for a request with fewer letters, counting all fields of a conversation, the function is called
-        directly: that takes less time than a change of threads."""
+        directly: that takes less time than switching threads."""
         self._function = function
         self._inline_letters = inline_letters
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")

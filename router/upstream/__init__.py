@@ -1,7 +1,7 @@
 """Calls to engines (extra `router`).
 
 engine_addresses.py   which addresses engines may have, and which of them get credentials
-engine_client.py      the HTTP client for all calls to engines: who is connected to, and what is kept
+engine_client.py      the HTTP client for all calls to engines: where it connects to, and what it keeps
 engine_connection.py  one HTTP/1.1 connection, from a request to its answer's end
 dns_cache.py          the addresses of engines' names, cached for a moment
 engine_answer.py      a request to an engine: its answer from the first byte on, or why there is none

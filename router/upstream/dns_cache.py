@@ -49,6 +49,6 @@ class NameLookups:
 
 
 def _take_failure(lookup: "asyncio.Task[list[str]]") -> None:
-    """All waiting callers may have been cancelled; asyncio would then log that the failure was never retrieved."""
+    """Retrieve a failure. If all waiting callers were cancelled, asyncio would otherwise log that it never was."""
     if not lookup.cancelled():
         lookup.exception()

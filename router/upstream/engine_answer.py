@@ -112,7 +112,7 @@ _OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-bu
 
 
 def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused:
-    """The refusal for an error inside an answer of status 200, with the status that the error stands for."""
+    """The refusal for an error inside an answer with status 200: it has the status that the error stands for."""
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
     whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
     return EngineRefused(f"{url} returned an error: {error.line}", whole)
@@ -198,8 +198,8 @@ async def _read_start(incoming: IncomingAnswer, clock: AnswerClock, watched: Wat
 
 
 def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
-    """A redirect of an engine to itself, without its address: clients only know the router's. A redirect to anywhere else is
-    left out: clients would send their keys there."""
+    """The headers, with an engine's redirect to itself reduced to the path, since clients only know the router's address. A
+    redirect to anywhere else is left out: clients would send their keys there."""
     kept = []
     for name, value in headers:
         if name.lower() == b"location":
@@ -211,7 +211,7 @@ def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
 
 
 def _is_whole(headers: RawHeaders, body: bytes) -> bool:
-    """False for the beginning of a JSON text."""
+    """False for a JSON text that is cut off."""
     if not (body and is_json(headers) and header_value(headers, b"content-encoding") in (b"", b"identity")):
         return True
     try:

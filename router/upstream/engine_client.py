@@ -142,7 +142,7 @@ class EngineClient:
         self._names.close()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)  # the connections' ends are called
+        await asyncio.sleep(0)  # lets the connections learn that they are closed
 
     async def send(self, method: str, url: str, headers: RawHeaders = (), body: bytes = b"") -> IncomingAnswer:
         """Send a request and return its answer once the head arrived; the caller closes it. `url`: percent-encoded. Raises

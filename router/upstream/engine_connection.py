@@ -10,8 +10,8 @@ from typing import cast
 import httptools
 
 MAX_BARE_BYTES = 1 << 18
-"""Most bytes that an engine may send without a byte of a body: an answer's head, the interim answers before it, the
-trailers after it."""
+"""Maximum number of bytes that an engine may send without a byte of a body: an answer's head, the interim answers before it,
+the trailers after it."""
 MAX_HEADERS = 256
 MOST_KEPT_BYTES = 1 << 18
 """An answer whose reader has left this much of it unread is not read further from the network."""
@@ -21,7 +21,7 @@ STALE_S = 0.25
 """A connection that was idle may be closing while a request is sent. If that is noticed later than this, the engine may have
 begun the request."""
 LAST_LOOK_S = 0.05
-"""A busy router may look late: after its time limit, an engine gets this long, in which whatever has arrived is read."""
+"""A busy router may look late, so after its time limit an engine gets this much longer, while whatever has arrived is read."""
 
 _INTERIM, _SWITCHING, _LEAST, _END = 100, 101, 200, 600
 """Statuses (RFC 9110, 15): interim answers, an upgrade, and the range of final answers."""
@@ -32,7 +32,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 class EngineConnection(asyncio.Protocol):
     """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
     it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `until_closed`: only
-    the connection's end is the answer's. `closed`: no longer usable. `idle_since`: for its owner."""
+    the end of the connection ends the answer. `closed`: no longer usable. `idle_since`: used by its owner."""
 
     __slots__ = (
         "_bare_bytes",
@@ -132,7 +132,7 @@ class EngineConnection(asyncio.Protocol):
         return part
 
     def can_be_kept(self) -> bool:
-        """True if another request may follow. None may after an answer whose unread rest stopped the reading."""
+        """True if another request may follow. None may follow an answer whose unread rest stopped the reading."""
         if self.closed or self._paused or not self.done:
             return False
         return self._keep and not self._transport.get_write_buffer_size()

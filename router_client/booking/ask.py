@@ -30,8 +30,8 @@ def build_ask(
     ring: int = 0,
     lookup: Lookup | None = None,
 ) -> Ask:
-    """Offers in the order of `quotes`, and offers to look-alikes with their likeness. `chains`: block size -> chain, as far
-    as hashed; more is hashed as needed; nothing is predicted for workers of other sizes. `usual_block_size`: the pool's, for
+    """Return offers in the order of `quotes`, then offers to look-alikes with their likeness. `chains`: block size ->
+    chain, hashed further as needed; workers with other block sizes get no prediction. `usual_block_size`: the pool's, for
     workers that have announced no block yet. The other arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.
@@ -95,7 +95,7 @@ def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, setting
     if rule.block_aligned:
         limit -= limit % block_size
     return OfferKind(
-        # with marks, it is not known yet where a prompt in flight can resume, so nothing is predicted for such a worker
+        # marks don't show yet where a prompt in flight can resume, so nothing is predicted for workers with marks
         chain=None if for_kind.example.endpoint.marks else chain,
         limit_tokens=max(0, limit),
         lost_tokens=rule.dropped_blocks * block_size,

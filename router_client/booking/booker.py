@@ -44,7 +44,7 @@ from router_client.settings import RouterSettings
 T = TypeVar("T")
 
 TURNS_MS = 250.0
-"""Time to wait for the store's answer about turns: a quarter of the time for which requests wait without asking."""
+"""Time to wait for the store's answer about turns: a quarter of the time that requests keep their places without asking."""
 
 
 class Booker:
@@ -193,7 +193,7 @@ class Booker:
         return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
     def wait_without_room(self, prompt: Prompt, evaluation: Evaluation) -> None:
-        """Make a prompt that may wait do so, unless the worker chosen without reservations has room. Raises MustWait and
+        """Make the prompt wait, if it may, unless the worker chosen without reservations has room. Raises MustWait and
         QueueIsFull."""
         if (waiting := prompt.waiting) is None or not waiting.may_wait:
             return

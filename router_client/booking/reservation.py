@@ -6,8 +6,8 @@ from router_client.booking.leases import Leases
 
 
 class Reservation:
-    """Every call is safe to repeat, and none raises if the store does not answer: the report is sent again later. While the
-    client is entered, no call waits for the store at all."""
+    """One reservation. Every call is safe to repeat, and none raises if the store does not answer: the report is sent again
+    later. While the client is entered, no call waits for the store at all."""
 
     def __init__(
         self,

@@ -247,8 +247,8 @@ class Decider:
         return self._policy.narrow(pool, prompt, avoid), why
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt, which waits only for workers of the narrowed pool that it fits on if other workers of its pool are left
-        out."""
+        """The prompt. If workers are left out of the narrowed pool, it waits only for the remaining ones that it fits
+        on."""
         if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)
@@ -258,7 +258,8 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: only one of several attempts is counted."""
+        """The case with what the pool's workers hold. `counts`: count this prompt; of several attempts, only one is
+        counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:
@@ -322,8 +323,9 @@ class Decider:
     async def _choose_by_lookup(
         self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool, explain_all: bool
     ) -> tuple[Choice | None, Case | None]:
-        """Choose with the one call that looks up, prices and books. Without a choice: the case to decide alone, if the store
-        did not answer; None if it has to be asked in steps. `why`: the pool could not be read again."""
+        """Choose with the one call that looks up, prices and books. If there is no choice, returns the case to decide alone
+        because the store did not answer, or None if it has to be asked in steps. `why`: the pool could not be read
+        again."""
         if not (self._booker.looks_up and self._index.is_used_for(prompt)):
             return None, None
         if self._apart_until.get(prompt.scope, 0.0) > monotonic():
@@ -341,8 +343,8 @@ class Decider:
     async def _choose_among_look_alikes(
         self, case: Case, deadline: Deadline, *, book: bool
     ) -> tuple[Choice | None, str]:
-        """Choose in the store while reading few workers. Without a choice: why the store failed; empty if all workers have to
-        be named."""
+        """Choose in the store while reading few workers. If there is no choice, returns why the store failed, or '' if all
+        workers have to be named."""
         quotes = self._policy.quote_look_alikes(case) if self._booker.sorts_workers else None
         if quotes is None:
             return None, ""

@@ -14,9 +14,9 @@ LAST = 24
 
 @dataclass(slots=True)
 class Tally:
-    """Choices of one worker. `without_index`: decided by load or prefix alone. `prompt_tokens`: of these, `cached_tokens`
-    were predicted to be cached. `answer_tokens`: prompt tokens of answers that report cached tokens; `found_tokens`: those
-    cached tokens."""
+    """Choices of one worker. `without_index`: decided by load or prefix alone. `cached_tokens`: those of `prompt_tokens`
+    that were predicted to be cached. `answer_tokens`: prompt tokens of answers that report cached tokens; `found_tokens`:
+    the cached tokens that they report."""
 
     choices: int = 0
     without_index: int = 0

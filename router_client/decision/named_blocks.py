@@ -31,7 +31,7 @@ class NamedBlocks:
         self._hashes = hashes
 
     def narrow(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt without the connectors whose blocks can't be named now, so that no fetch by them is priced."""
+        """The prompt without the connectors whose blocks can't be named now, so no fetch by them is priced."""
         if not prompt.fetch_by & pool.connectors & BY_HASHES or (self._hashes is not None and self._hashes.is_ready()):
             return prompt
         return replace(prompt, fetch_by=prompt.fetch_by - BY_HASHES)

@@ -59,7 +59,7 @@ class RoutingPolicy:
         return bool(self._settings.temperature) or self._followed(prompt) is not None
 
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
-        """Quotes that name only few candidates; the store finds the cheapest of the others. None if that is not
+        """Quotes that name only a few candidates; the store finds the cheapest of the others. None if that is not
         possible."""
         settings, prompt, pool, held = self._settings, case.prompt, case.pool, case.lookup.held
         fingerprint, home = case.lookup.fingerprint + self._seed, self._session_worker(prompt, pool)
@@ -105,7 +105,7 @@ class RoutingPolicy:
         )
 
     def ask_look_alikes(self, case: Case, quotes: LookAlikeQuotes) -> Ask:
-        """Build such an ask for named workers and look-alikes."""
+        """Build the same kind of ask for named workers and look-alikes."""
         rows = [*quotes.look_alikes.items()]
         return self._ask_members(case.prompt, quotes.named, case.lookup.chains, rows, quotes)
 

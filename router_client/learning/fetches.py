@@ -1,8 +1,8 @@
 """Fetches of KV between engines, as one router sees them: how much arrived.
 
 An answer with fewer cached tokens than predicted did not fetch everything: its source died or had evicted the blocks, or the
-engines can't reach each other at all. The share that arrived is what later fetches of the pool are priced with. It recovers
-with time, so that a pool whose network was repaired is tried again.
+engines can't reach each other at all. Later fetches in the pool are priced with the share that arrived. It recovers with
+time, so that a pool whose network was repaired is tried again.
 """
 
 import math
@@ -22,7 +22,7 @@ PRIOR_FETCHES = 0.5
 RECOVERS_S = 60.0
 """Seconds in which all evidence loses two thirds of its weight."""
 CONGESTION = 10.0
-"""Cost of what an engine computes again, as a multiple of its time, because it delays other requests too."""
+"""Cost of recomputation, as a multiple of the time it takes, because it delays other requests too."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,9 @@ class Fetches:
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
         """See `FetchKnowledge`. A copy displaces other blocks, and these are missed unless another worker holds them too.
 
-        If copies are placed at random, and the working set fits `capacity_tokens` n times, a share of exp(-n) of it is held by
-        none. 1: copies cost as much as computing, so nothing is fetched. The same applies while the working set is unknown.
+        If copies are placed at random, and the working set fits into `capacity_tokens` n times, no worker holds a share of
+        exp(-n) of it. At 1, which also applies while the working set is unknown, copies cost as much as computing, so
+        nothing is fetched.
         """
         if capacity_tokens is None:
             return UNKNOWN_DISPLACED

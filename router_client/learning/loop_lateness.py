@@ -51,8 +51,8 @@ class LoopLateness:
             self._schedule()
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
-        """The longest time between two values of `time.perf_counter_ns` in which the loop was late for everything that was
-        due; 0 if it was on time."""
+        """The most that the loop was late, in nanoseconds, between two values of `time.perf_counter_ns`; 0 if it was on
+        time."""
         most = 0
         if self._due_ns is not None and self._due_ns < end_ns:
             most = time.perf_counter_ns() - self._due_ns  # it has not ticked yet

@@ -1,5 +1,5 @@
-"""Lengths of answers, learned from the answers that this router saw: for each pool by what requests allow, and for each
-session.
+"""Lengths of answers, learned from the answers that this router saw: per session, and per pool by the length that requests
+allow.
 
 A request limits the length of its answer, but clients write any number there: 4,096 for an answer of 200 tokens. So the
 lengths of answers to similar requests are used or, until there are any, the limit.

@@ -33,10 +33,10 @@ REPORT_S = 2.0
 """Interval of reports; unchanged ones are repeated because the store expires reports after 60 s."""
 CALL_S = 1.0
 LATELY_S = 60.0
-"""How long requests that went to another tenant's workers are reported."""
+"""How long a request that went to another tenant's worker is reported."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
-"""Modes of a choice that looked up the index."""
+"""Modes of the choices that used the index."""
 
 Report = Callable[[str, AnswerReport], Awaitable[None]]
 """Stores the counts of a pool, given its id."""

@@ -52,7 +52,8 @@ _log = logging.getLogger("router_client")
 
 
 class Starvation:
-    """Finds workers without new evidence while their pool continues, and how much of their old evidence still counts.
+    """Finds workers that get no new evidence while others of their pool do, and how much of their old evidence still
+    counts.
 
     A worker that was learned to be slow gets no requests, and without requests it would look slow forever. So a worker's
     evidence fades while its pool learns from others, until it is priced like its pool and gets requests again. Time alone
@@ -111,7 +112,7 @@ class PoolRates:
         return unshared
 
     def put_back(self, unshared: Mapping[str, Evidence]) -> None:
-        """Share evidence again that the store did not confirm. Evidence that is shared twice only counts twice."""
+        """Share evidence again that the store did not confirm. If the store did receive it, it merely counts twice."""
         for worker_id, evidence in unshared.items():
             self._unshared[worker_id] = evidence.followed_by(self._unshared.get(worker_id, Evidence()))
 

@@ -18,8 +18,8 @@ TOGETHER = 0.1
 """Parts closer together than this share of the mean arrived together: the network or the event loop held back the first
 one."""
 MOST_LATE = 0.1
-"""Largest lateness of the loop, as a share of a measured time. Above it, the time says more about the loop than about the
-engine. A few turns of the loop pass within a measured time, so the error may be a few times as large."""
+"""Largest tolerated lateness of the loop, as a share of a measured time. Above it, the time says more about the loop than
+about the engine. A few turns of the loop pass within a measured time, so the error may be a few times as large."""
 
 
 @dataclass(frozen=True, slots=True)

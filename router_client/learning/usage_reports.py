@@ -45,7 +45,7 @@ class AnswerUsage:
         await self.report()
 
     async def report(self) -> bool:
-        """Send everything pending. Returns False if the store does not respond."""
+        """Send everything pending. Returns False if the store does not answer."""
         self._cut()
         try:
             async with asyncio.timeout(CALL_S):

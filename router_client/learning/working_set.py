@@ -27,7 +27,7 @@ class WorkingSet:
         self._clock = clock
         self._began_s = clock()
         self._steps: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        """Followed steps, the longest ago first: when last seen, and their tokens if seen more than once, else 0."""
+        """Followed steps, least recently seen first: when last seen, and their tokens if seen more than once, else 0."""
         self._every = 1
         self._counted_tokens = 0
 

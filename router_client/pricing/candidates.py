@@ -10,7 +10,7 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 ODD_BYTES = 5
-"""Bytes that an odd worker takes in an ask besides its id."""
+"""Bytes that an odd worker takes up in an ask, besides its id."""
 MOST_SHAPES = 8
 """Maximum number of block shapes that a prompt is looked up in: each needs its own chain and its own call."""
 
@@ -56,15 +56,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """A row for each likeness and kind of candidates: the likeness, and one of them as an example. The first row of a likeness
-    is for all its workers but the `odd` ones, whose row numbers `odd` gives. `numbers`: the number of the row of a likeness
-    and kind."""
+    """A row for each likeness and kind of candidates: the likeness, and an example candidate. The first row of a likeness
+    is for all its workers except the odd ones, whose row numbers are in `odd`. `numbers`: row number by likeness and
+    kind."""
 
     rows: tuple[tuple[bytes, Candidate], ...] = ()
     numbers: Mapping[tuple[bytes, int], int] = field(default_factory=dict)
     odd: Mapping[str, int] = field(default_factory=dict)
     odd_bytes: int = 0
-    """Upper bound of the bytes that odd workers take in an ask. Ids have one byte per character."""
+    """Upper bound on the bytes that odd workers take up in an ask. Ids have one byte per character."""
 
     @classmethod
     def of(cls, groups: "Sequence[Group]") -> "KindRows":

@@ -108,7 +108,7 @@ class CopySources:
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
         """Copies that are deeper than the reader's own, in up to two groups of equals: the deepest, and the deepest in the
-        reader's domain. Each group includes copies of unknown size that are as deep."""
+        reader's domain. Each group includes equally deep copies of unknown size."""
         seen: set[str] = set()
         for key in _meeting_points(reader):
             for domain in (reader.locality_domain, None):

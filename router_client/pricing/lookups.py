@@ -30,8 +30,8 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class LookupQuotes:
-    """`kinds`: number of the kind -> what its workers share. `rows`: the likeness of each row of look-alikes, and its quote;
-    its candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
+    """`kinds`: number of the kind -> what its workers share. `rows`: likeness and quote of each row of look-alikes; the
+    quote's candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`). In a small pool the lookup names the
     candidates in tie-breaking order instead.

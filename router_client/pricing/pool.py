@@ -117,13 +117,13 @@ class Pool:
     `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
     do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now; `left_out`
     are all workers that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every
-    worker that announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores, which
-    the workers that name them read; they get no requests, so they are neither candidates nor left out. `profile`: current
-    prices. `loads`: reported loads of this read. `groups` has all candidates, and up to MOST_SKIPPED workers that a caller
-    does not want (`skipped`); it is empty if there are more. `kind_rows`: rows of `groups`. `chains`: chains that workers'
-    blocks are keyed by, with their block sizes. `usual_block_size`: that of most candidates; None if none has announced
-    blocks. `tenants`: each list of tenants whose prompts some worker may get; `by_tenant`: the pool as tenants see it
-    (`of_tenant`). `fetches`: what is known about fetches from `sources`; `connectors`: the connectors of `sources`.
+    worker that announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores,
+    read by the workers that name them; they get no requests, so they are neither candidates nor left out. `profile`:
+    current prices. `loads`: reported loads of this read. `groups` has all candidates, and up to MOST_SKIPPED workers that a
+    caller does not want (`skipped`); it is empty if there are more. `kind_rows`: rows of `groups`. `chains`: chains that
+    workers' blocks are keyed by, with their block sizes. `usual_block_size`: that of most candidates; None if none has
+    announced blocks. `tenants`: each list of tenants whose prompts some worker may get; `by_tenant`: the pool as tenants
+    see it (`of_tenant`). `fetches`: what is known about fetches from `sources`; `connectors`: the connectors of `sources`.
     `capacity_tokens`: total cache size of all workers that compute prompts, whoever may use them; None if one is unknown.
     `least_cache_tokens`: size of the smallest known cache, whoever may use it; 0 if none is known.
     """
@@ -159,8 +159,8 @@ class Pool:
 
     @property
     def looked_up_shapes(self) -> Mapping[BlockShape, frozenset[str]]:
-        """The shapes that prompts are looked up in: up to MOST_SHAPES, those of most workers that may get requests. A shared
-        store's counts for each of its readers. Workers of other shapes count as if they held nothing."""
+        """The shapes that prompts are looked up in: up to MOST_SHAPES, the most common among workers that may get requests.
+        A shared store's counts once for each of its readers. Workers of other shapes count as if they held nothing."""
         if len(self.block_shapes) <= MOST_SHAPES:
             return self.block_shapes
         serving = [self.records[id].endpoint for id in self.serving]
@@ -313,7 +313,7 @@ class Pool:
                 None if self.records[worker.id].may_see(tenant_id) else "its identity may not see this tenant's prompts"
             )
 
-        # look-alikes have the same tenants: whole groups are left out, and none of the others needs to be skipped
+        # look-alikes have the same tenants: whole groups are left out, and no member of the others needs to be skipped
         groups = tuple(group for group in self.groups if self.records[group.example.id].may_see(tenant_id))
         kind_rows = KindRows.of(groups)
         found = replace(self.narrow(why_not), groups=groups, skipped=self.skipped, kind_rows=kind_rows)

@@ -71,7 +71,7 @@ class PairQuotes:
         return bool(self.wholes or self.decodes)
 
     def add_surcharges(self, add: Callable[[list[Quote]], list[Quote]]) -> "PairQuotes":
-        """Add the policy's surcharges to the workers that answer, the same whether or not they compute the prompt."""
+        """Add the policy's surcharges to the workers that answer, whether or not they also compute the prompt."""
         plain = {q.id: q._replace(surcharges=(), surcharge_us=0) for q in (*self.decodes, *self.wholes)}
         answering = list(plain.values())
         result = add(answering)
@@ -106,7 +106,7 @@ class PairQuotes:
     def to_pair_ask(self, ask: Ask) -> Ask:
         """Turn an ask about `all_quotes` into one that also chooses among pairs.
 
-        The queue of prompts at a decode worker does not count, because the KV arrives while it is worked off.
+        The queue of prompts at a decode worker does not count, because the KV arrives while that queue is processed.
         """
         first, end = len(self.prefills), len(self.prefills) + len(self.decodes)
         decodes = [_decode_offer(*one) for one in zip(ask.offers[first:end], self.decodes, strict=True)]

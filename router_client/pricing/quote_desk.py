@@ -1,4 +1,4 @@
-"""Quotes all candidates of a pool for one prompt, with what they have in common worked out once."""
+"""Quotes all candidates of a pool for one prompt, and computes only once what they have in common."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ def quote_candidates(
 
 
 class QuoteDesk:
-    """Quotes workers of a pool for one prompt, with what they have in common worked out once."""
+    """Quotes workers of a pool for one prompt, and computes only once what they have in common."""
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._prompt = prompt

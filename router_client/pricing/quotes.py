@@ -1,8 +1,8 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
-A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. What a shared store holds
-beyond that is read too, by a worker that names it: its engine does so whether or not it pays. So is what another worker holds,
-if the engine can fetch it and that is cheaper: see `copies`.
+A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. A worker that names a
+shared store also reads what the store holds beyond that: its engine does so whether or not it pays. Blocks of another
+worker are read if the engine can fetch them and that is cheaper: see `copies`.
 
 Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a kind,
 and in it the savings for a held prefix of a given length.

@@ -7,14 +7,14 @@ from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 
 MOST_SIZES = 16
-"""Limit of the block sizes that a text names."""
+"""Maximum number of block sizes that a text names."""
 
 
 def why_usable_ends(
     held: HeldPrefix, usable_tokens: int, rule: ReuseRule, prompt: Prompt, endpoint: EngineEndpoint
 ) -> str:
-    """The reason in a few words; empty if all held tokens are usable, or if nothing is held without a reason in the
-    request."""
+    """The reason in a few words; empty if all held tokens are usable, or if nothing is held and the request does not
+    explain why."""
     if not held.tokens:
         return why_not_found(prompt, endpoint)
     if usable_tokens >= held.tokens:
@@ -30,7 +30,7 @@ def why_usable_ends(
     if held.reach_tokens is not None:
         if held.reach_tokens:
             return "after that, no group other than full attention holds what it needs to resume"
-        return "the groups other than full attention nowhere hold what they need to resume"
+        return "at no point do the groups other than full attention hold what they need to resume"
     if rule.dropped_blocks:
         return f"EAGLE drops {rule.dropped_blocks} block{'s' if rule.dropped_blocks > 1 else ''}"
     return f"reuse is cut to multiples of {unit} tokens"

@@ -24,7 +24,7 @@ _HASHES = float(1 << 64)
 
 
 def session_worker(session_id: str, workers: Sequence[str]) -> str:
-    """The worker that a session belongs to; the first among equals."""
+    """The worker that a session belongs to; ties go to the first."""
     return max(workers, key=lambda id: rendezvous_weight(b"session\x00" + session_id.encode(), id))
 
 

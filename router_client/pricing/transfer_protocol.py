@@ -54,7 +54,8 @@ WITHHELD_HEADERS = frozenset(
         ),
     }
 )
-"""Headers with the same effect: those of llm-d's routing sidecars, and those that SGLang writes over a body's fields."""
+"""Headers with the same effect: those of llm-d's routing sidecars, and those with which SGLang overrides a body's
+fields."""
 _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
 """Fields whose nested fields vLLM treats in the same way: all of them end up in `SamplingParams.extra_args`."""
 _PASSING_PARAM = "lmcache."

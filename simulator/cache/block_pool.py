@@ -16,7 +16,7 @@ class PoolSettings:
     initial_blocks: int | None = None
     """Blocks reserved at the start, at most all; None: all. More are reserved as needed."""
     pooling: bool = True
-    """True: the memory of free blocks stays reserved. False: beyond the initial ones it is returned."""
+    """True: the memory of free blocks stays reserved. False: it is returned, except for the initial blocks."""
 
     def __post_init__(self) -> None:
         if self.initial_blocks is not None and self.initial_blocks < 0:

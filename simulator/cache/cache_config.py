@@ -13,7 +13,7 @@ from kvatlas_simulator.cache.pressure import PressureThresholds
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """`max_blocks` on each device, of which `initial_blocks` are reserved at the start."""
+    """Settings of a cache manager. `max_blocks`: on each device; `initial_blocks` of these are reserved at the start."""
 
     block_size: int = 16
     max_blocks: int = 1_000
@@ -22,7 +22,7 @@ class CacheConfig:
     devices: tuple[str, ...] = ("cpu",)
     prefix_caching: bool = False
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
-    """True if prefixes are cached."""
+    """How prefixes are cached, if `prefix_caching`."""
     multi_device: bool = False
     thresholds: PressureThresholds = field(default_factory=PressureThresholds)
 

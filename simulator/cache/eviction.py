@@ -38,7 +38,7 @@ class BuiltInPolicy(StrEnum):
     LRU = "lru"
     """The block released longest ago."""
     FIFO = "fifo"
-    """The block cached longest ago, however often it was hit since."""
+    """The block cached longest ago, however often it has been hit since."""
     FREQUENCY = "frequency"
     """The block hit least often; among equals, the one released longest ago."""
 

@@ -3,7 +3,7 @@
 Invariants, after every call:
 
 - A block's references equal the number of block tables it is in; a free block is in no table and has no hash.
-- The GPU's cached blocks are prefix-closed. With the CPU tier the union of both is too, until only the GPU is reset.
+- The GPU's cached blocks are prefix-closed. With the CPU tier, so is the union of both, until the GPU alone is reset.
 - The events, added up by (hash, medium), are exactly the copies that the cache holds.
 - A hit is a block whose tokens and all earlier tokens equal the prompt's, under the same adapter and salt.
 
@@ -72,9 +72,9 @@ class KVCache:
     ) -> None:
         """`hasher`: names blocks in events; default: seeded with 0. `pool`: when memory is reserved; default: all at once.
 
-        `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache,
-        and its exceptions reach that call's caller. `clock`: seconds, for last access and the time to live. `report_hits`:
-        record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
+        `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache, and
+        its exceptions reach that call's caller. `clock`: the time in seconds, for last access and the time to live.
+        `report_hits`: record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
         """
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
             raise InvalidValue(

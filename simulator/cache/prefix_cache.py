@@ -359,8 +359,8 @@ class PrefixCache:
         return max(self._key(self._pool[block_id], leaf) for block_id in leaf.gpu_block_ids)
 
     def _removable(self, leaf: PrefixNode) -> bool:
-        """True if no sequence holds the part that only this prefix has. Otherwise dropping its end would not reduce the
-        prefixes."""
+        """True if no sequence holds the part that only this prefix has. Otherwise dropping its end would not reduce the number
+        of prefixes."""
         node: PrefixNode | None = leaf
         while node is not None and not self._held(node):
             if node.parent is not None and len(node.parent.children) > 1:

@@ -1,6 +1,6 @@
 """The content of a simulated engine, in the index's terms, for tests and tools that compare the two.
 
-Real engines can't be asked for it, so we need publishers.
+Real engines can't be asked for theirs; that is why publishers exist.
 """
 
 from typing import Any

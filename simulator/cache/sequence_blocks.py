@@ -60,7 +60,7 @@ class SequenceBlocks:
         if not self._prefix_cache.settings.sharing:
             return PrefixMatch(len(token_ids), namespace, (), 0, 0)
         size = self._block_size
-        # a pruned node has no copy, even if its block was cached again since, because that made another node
+        # a pruned node has no copy, even if its block has been cached again since, because that made another node
         nodes = list(takewhile(self._prefix_cache.usable, known))
         parent = nodes[-1] if nodes else None
         for index in range(len(nodes), lookup_blocks):

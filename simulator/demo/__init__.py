@@ -1,4 +1,4 @@
-"""`kvatlas demo`: the whole system on one machine, one workload twice, a table."""
+"""`kvatlas demo`: runs the whole system on one machine, sends one workload twice, and prints a table."""
 
 from kvatlas_simulator.demo.demo import DemoSettings, run_demo
 

@@ -51,7 +51,8 @@ class RunningFleet:
 
 @asynccontextmanager
 async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
-    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers; entered once all of them answer.
+    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers; the context is entered once all of them
+    answer.
 
     Raises KvatlasError for a part that does not start, with the last line of its log.
     """

@@ -121,7 +121,7 @@ class EngineCore:
         return self.end_step(self.begin_step(now_us))
 
     def begin_step(self, now_us: float) -> Step:
-        """Choose what to compute next, and allocate the blocks for it. Must have work."""
+        """Choose what to compute next, and allocate the blocks for it. The engine must have work."""
         batch = self._scheduler.schedule()
         duration_us = self._cost.step_us(
             prefill_tokens=batch.prefill_tokens,

@@ -20,7 +20,7 @@ class RequestTooLarge(InvalidValue):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt with `choices` answers of `max_tokens` tokens each. As in vLLM, the seed of a choice is `seed` and its index.
+    """One prompt with `choices` answers of `max_tokens` tokens each. As in vLLM, the seed of a choice is `seed` plus its index.
 
     `received_tokens`: prompt tokens whose KV came from another engine; the last token is computed in any case. `holds`: its
     blocks are held after it ends, until `release`.

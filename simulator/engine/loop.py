@@ -125,7 +125,7 @@ class EngineLoop:
         self._wake.set()
 
     async def wait_for_pass(self) -> None:
-        """Return when the pass after the running one is computed, or at once if there is nothing to compute."""
+        """Return when the pass after the current one is computed, or at once if there is nothing to compute."""
         for _ in range(2):
             if self.core.has_work or self.hung:
                 await self._step_ended.wait()

@@ -83,7 +83,7 @@ class Batch:
     sequences: list[EngineSequence] = field(default_factory=list)
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
-    """Pairs of a prompt token that is computed and a token before it."""
+    """Pairs of a computed prompt token and a token before it."""
     decode_sequences: int = 0
     swapped_in_blocks: int = 0
     preempted: int = 0
@@ -179,7 +179,7 @@ class Scheduler:
             self._preempt(self._running.pop())
 
     def schedule(self) -> Batch:
-        """Choose what the next step computes, and allocate the blocks for it. Must have work."""
+        """Choose what the next step computes, and allocate the blocks for it. There must be work."""
         batch = Batch()
         budget = self._continue_running(batch, self._limits.max_num_batched_tokens)
         if not batch.preempted:
@@ -243,7 +243,7 @@ class Scheduler:
             budget -= count - received
 
     def _preempt(self, sequence: EngineSequence) -> None:
-        """Release a sequence's blocks. It goes first in the queue, and recomputes what the cache has lost by then."""
+        """Release a sequence's blocks. It goes to the front of the queue, and recomputes what the cache has lost by then."""
         self._cache.free(sequence.sequence_id)
         sequence.computed = 0
         sequence.received_tokens = 0

@@ -1,10 +1,10 @@
-"""Fetches KV from another engine because a request names it.
+"""Fetches KV from the engine that a request names.
 
-Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier),
-and the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
+Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier), and
+the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
 `/kv_fetch`, which answers when the KV would have arrived; all readers share the source's bandwidth, one after another. As with
-real engines, both must hash blocks in the same way (the same `--seed`), and a source that does not hold the blocks, or does
-not answer, means that the prompt is computed.
+real engines, both must hash blocks in the same way (the same `--seed`), and the prompt is computed if the source does not hold
+the blocks, or does not answer.
 """
 
 import logging
@@ -90,7 +90,7 @@ class KvFetches:
         return tokens
 
     async def serve(self, request: Request) -> Response:
-        """Serve `POST /kv_fetch`: another engine fetches the part of a prompt that is held here, beyond what it holds
+        """Serve `POST /kv_fetch`: another engine fetches the part of a prompt that is held here, beyond what that engine holds
         itself."""
         if self._connector is None:
             return JSONResponse({"error": "no connector"}, status_code=404)

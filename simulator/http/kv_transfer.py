@@ -51,7 +51,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Held:
-    """A computed prompt; `request_id` None: not computed yet. `fetched`: the partner has it, or will never get it."""
+    """A prompt's KV, held for the partner. `request_id` None: not computed yet. `fetched`: the partner has it, or never
+    will."""
 
     request_id: str | None = None
     tokens: int = 0
@@ -94,7 +95,7 @@ class KvTransfers:
     async def hand_over(
         self, transfer: Transfer, request_id: str, tokens: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """Hand over a computed prompt; returns the fields for its answer. `address`: this engine's, as the caller reached
+        """Hand over a computed prompt; return the fields for its answer. `address`: this engine's, as the caller reached
         it. In a room this waits for the partner, and raises TransferFailed if it does not come."""
         if not transfer.holds:
             return {}

@@ -1,6 +1,6 @@
-"""The engine's HTTP API, as vLLM's API server: health, version, metrics, models, the APIs for tokens, their rendering, event
-sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/kv_fetch`, `/hang` and `/resume` are
-the simulator's own: a hung engine answers its status pages and takes requests, but computes nothing.
+"""The engine's HTTP API, like vLLM's API server: health, version, metrics, models, the generation APIs and their rendering,
+event sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/kv_fetch`, `/hang` and `/resume`
+are the simulator's own: a hung engine answers its status pages and takes requests, but computes nothing.
 """
 
 import time
@@ -55,11 +55,11 @@ class EngineApi:
         keep_alive_s: float = 0.0,
         scale_out: bool = True,
     ) -> None:
-        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's
-        `/kv_event_sources` describes them; None without events. `transfers`, `fetches`: those to and from other engines; None:
-        there are none. `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only after what
-        is being computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: serve vLLM's calls with token ids, and the
-        calls that render requests to these; False: refuse both."""
+        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
+        describes them; None without events. `transfers`, `fetches`: those to and from other engines; None: there are none.
+        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only once the prompts in progress
+        are computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: serve vLLM's calls with token ids, and those that
+        render requests into such calls; False: refuse both."""
         self._connector_config = connector_config
         self._health_waits = health_waits
         self._page = b""
@@ -108,7 +108,7 @@ class EngineApi:
         return Response()
 
     async def _hang(self, _: Request) -> Response:
-        self._page = self._metrics.page()  # nothing counts from here on
+        self._page = self._metrics.page()  # a hung engine's figures stand still
         self._engine.hang()
         return Response()
 

@@ -85,7 +85,7 @@ class HybridCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that fits in any number of steps: each group may hold a block for each part of it."""
+        """The longest sequence that fits, in however many steps: each group may hold a block for each part of it."""
         return len(self._pool) // len(self.groups) * self.block_size
 
     @property

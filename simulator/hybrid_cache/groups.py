@@ -46,7 +46,7 @@ class CacheGroup:
 
     @property
     def window_tokens(self) -> int | None:
-        """The window as events report it: only for a sliding window."""
+        """The window as events report it; None unless it is a sliding window."""
         return self.tokens if self.kind is AttentionKind.SLIDING_WINDOW else None
 
     def first_needed(self, computed: int, block_size: int) -> int:
@@ -73,10 +73,10 @@ def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:
 class Retention:
     """Decides which blocks sliding windows and mamba keep for other requests.
 
-    They always keep the blocks that a request needs to resume at a prompt's end, or where an earlier request left it. In
-    addition, they keep the blocks needed at each multiple of `interval` tokens, a multiple of the block size (0: no others).
-    An interval of one block keeps all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention
-    keep every block.
+    They always keep the blocks that a request needs to resume at a prompt's end, or where an earlier request diverged from it.
+    In addition, they keep the blocks needed at each multiple of `interval` tokens, a multiple of the block size (0: no others).
+    An interval of one block keeps all. vLLM's default is 0 (`prefix_cache_retention_interval`). Full and chunked attention keep
+    every block.
     """
 
     interval: int = 0

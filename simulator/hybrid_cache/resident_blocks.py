@@ -11,8 +11,8 @@ from kvatlas_simulator.hybrid_cache.cache import HybridCache, extend_runs
 
 
 def list_hybrid_blocks(cache: HybridCache) -> list[dict[str, Any]]:
-    """Every block of full attention after which a prompt could continue: `adapter_id`, `tier`, `sequence_hash` (16 digits),
-    and `resumable`: every group has what it needs there.
+    """Every block of full attention after which a prompt could continue: `adapter_id`, `tier`, `sequence_hash` (16 digits), and
+    `resumable` (every group has what it needs there).
 
     Computed from the cached tokens, not from the events. Leaves out a block whose ancestor is missing.
     """

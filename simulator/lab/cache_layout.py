@@ -1,8 +1,8 @@
 """The KV cache groups of a fleet's model, and the caches that the lab builds for them.
 
 The lab uses the simulator's own caches, with blocks of two tokens (`lab.requests`). Windows, chunks and intervals of real
-tokens are converted to as many of those blocks. A window that ends within a block is rounded up, because engines need, and
-prompts resume by, whole blocks.
+tokens are converted to as many of those blocks. A window that ends within a block is rounded up, because engines need whole
+blocks, and prompts resume after whole blocks.
 """
 
 from dataclasses import dataclass, replace

@@ -53,8 +53,8 @@ class EngineRequest:
     )
 
     def __init__(self, request: LabRequest, received_tokens: int = 0, priority: int = 0) -> None:
-        """`received_tokens`: of its prompt, whole blocks whose KV came from another engine. `priority`: in the engine's queue,
-        lower first; equal ones by arrival."""
+        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: its place in the
+        engine's queue, lower first; ties by arrival."""
         self.request = request
         self.received_tokens = received_tokens
         self.priority = priority
@@ -213,7 +213,7 @@ class VirtualEngine:
         return Advance(ended_us, first_tokens, finished, events)
 
     def stop(self) -> list[EngineRequest]:
-        """End at once: everything that it holds is lost. Returns its open requests; the cache's events are due."""
+        """End at once: everything that it holds is lost. Returns its open requests; take the cache's events next."""
         lost = [*self.running, *self.waiting]
         for sequence in self.running:
             self.cache.free(sequence.sequence_id)
@@ -356,7 +356,7 @@ class VirtualEngine:
         return True
 
     def _preempt(self, sequence: EngineRequest) -> None:
-        """Release a sequence's blocks. It goes first in the queue, and recomputes what the cache has lost by then."""
+        """Release a sequence's blocks. It goes to the front of the queue, and recomputes what the cache has lost by then."""
         self._leave_decoders(sequence)
         self.cache.free(sequence.sequence_id)
         sequence.computed = sequence.received_tokens = 0

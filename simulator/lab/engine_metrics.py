@@ -1,11 +1,11 @@
-"""Loads, as publishers read them: vLLM's metrics have running and waiting requests, and the blocks in use."""
+"""Loads as publishers read them: vLLM's metrics show running and waiting requests, and the blocks in use."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
 from kvatlas_simulator.lab.engine import VirtualEngine
 
 
 class EngineMetrics:
-    """Metrics of one fleet. They have no queued tokens: a waiting request counts as the mean of the finished prompts."""
+    """Metrics of one fleet. They show no queued tokens: a waiting request counts as many tokens as the mean finished prompt."""
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompts = 0
@@ -22,7 +22,7 @@ class EngineMetrics:
 
 
 def read_true_load(worker_id: str, engine: VirtualEngine, sampled_us: int) -> WorkerState:
-    """A load that no metric shows: with the tokens that are left to compute."""
+    """An engine's true load, including the tokens left to compute, which no metric shows."""
     queued_tokens = sum(map(engine.uncached_tokens, engine.unprefilled))
     return _state_of(worker_id, engine, len(engine.running) + len(engine.waiting), 0, queued_tokens, sampled_us)
 

@@ -32,7 +32,7 @@ _TIER_OF = {Medium.GPU: Tier.HBM, Medium.CPU: Tier.CPU_DRAM}
 
 
 def finish(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call that never waits, because everything in the lab is in this process."""
+    """Run a call that never waits, because everything in the lab is in this process; return its result."""
     while True:
         try:
             call.send(None)

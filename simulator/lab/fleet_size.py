@@ -36,7 +36,7 @@ def find_fleet_sizes(
 
 
 def most_replays(study: Study) -> int:
-    """Upper bound of replays that a search takes, over all points, policies and seeds."""
+    """Upper bound on the replays that a search takes, over all points, policies and seeds."""
     sizes = sum(1 + (point.workers - 1).bit_length() for point in study.points)
     return sizes * len(study.policies) * study.seeds
 

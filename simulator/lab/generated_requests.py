@@ -23,8 +23,9 @@ ANSWER_S_PER_TOKEN = 0.02
 
 
 class Arrivals(StrEnum):
-    """The times at which sessions begin. `POISSON`: evenly. `BURSTY`: a third of them within 5 s of each minute. `DIURNAL`: as
-    a sine over the whole time, like one day, from a fifth of the mean to nearly twice it."""
+    """The times at which sessions begin. `POISSON`: at a constant mean rate. `BURSTY`: a third of them within 5 s of each
+    minute. `DIURNAL`: at a rate that follows a sine over the whole time, like one day, from a fifth of the mean to nearly twice
+    it."""
 
     POISSON = "poisson"
     BURSTY = "bursty"
@@ -85,7 +86,7 @@ class Generator:
     def ask(
         self, text: Text, answer: tuple[int, int], session: int, at_s: float, identity: Identity
     ) -> tuple[Text, float]:
-        """Add one request. Returns its text including the answer, and when that is read."""
+        """Add one request. Returns its text including the answer, and when the answer has been read."""
         whole = text.then(*answer)
         contents = tuple(self._contents.setdefault(block, len(self._contents)) for block in whole.blocks())
         self.requests.append(
@@ -98,7 +99,7 @@ class Generator:
         return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
 
     def popular(self, things: int, skew: float = 1.0) -> int:
-        """The number of one of these `things`, of which the first ones are the most popular (Zipf)."""
+        """The number of one of these `things`; the first are the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
 
     def _begin_s(self) -> float:

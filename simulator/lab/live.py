@@ -41,7 +41,7 @@ from router_client.results import Choice
 from router_client.settings import LearningSettings, RouterSettings
 
 SAMPLE_S = 0.1
-"""Interval of reading engines' loads; heartbeats take the newest one."""
+"""Interval at which engines' loads are read; heartbeats carry the newest one."""
 ROUTABLE_S = 30.0
 DEADLINE_MS = 5_000.0
 """Long, because we compare the choices themselves, not how a busy machine delays them."""

@@ -2,10 +2,10 @@
 
 A prompt's block is found in a least-recently-used cache if fewer other blocks were used since its last use than the cache
 holds (Mattson et al., 1970). We count these for a random share of all blocks, chosen by hash, and scale up (SHARDS with its
-adjustment: Waldspurger et al., FAST '15). A request uses its blocks from last to first, as vLLM frees them: so a cache loses
+adjustment: Waldspurger et al., FAST '15). A request uses its blocks from last to first, as vLLM frees them, so a cache loses
 the ends of prompts before their beginnings.
 
-The pass ignores that requests overlap in time: it is the curve of an idle fleet that shares one cache. `replayed_hit_rate`
+The pass ignores that requests overlap in time, so the curve is that of an idle fleet that shares one cache. `replayed_hit_rate`
 gets the same figure from a full replay.
 """
 

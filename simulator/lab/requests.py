@@ -40,8 +40,8 @@ DEFAULT_IDENTITY = Identity()
 
 @dataclass(frozen=True, slots=True)
 class LabRequest:
-    """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids are
-    equal tokens. `session`: requests of one conversation have the same."""
+    """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids are equal
+    tokens. `session`: the same for all requests of a conversation."""
 
     number: int
     arrival_us: float

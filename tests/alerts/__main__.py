@@ -1,7 +1,8 @@
-"""`python -m tests.alerts [CAUSE...]`: alerts on running processes, whose time runs faster in the rules. Some fifteen minutes.
+"""`python -m tests.alerts [CAUSE...]`: alerts on running processes, with all times in the rules shortened. Takes about fifteen
+minutes.
 
-A fleet serves requests while a real Prometheus scrapes it. In a healthy hour no alert fires; then each cause is made in
-turn, its alerts must fire, and end when the cause does. Needs Debian's `prometheus`. Exit code 0 if all went so.
+A fleet serves requests while a real Prometheus scrapes it. In a healthy hour no alert fires. Then each cause is created in
+turn; its alerts must fire, and end when the cause does. Needs Debian's `prometheus`. Exit code 0 if all of this happens.
 """
 
 import os
@@ -24,13 +25,13 @@ from tests.eventually import until
 from tests.http_client import http_client
 
 SPEED = 30
-"""A minute of the rules takes 2 s here."""
+"""A minute in the rules takes 2 s here."""
 HEALTHY_S = 3_600 / SPEED
 FIRES_S = 90.0
 ENDS_S = 180.0
-"""Hours of an alert's window take two minutes."""
+"""An alert's window of hours takes two minutes."""
 EVALUATION_S = 1.0
-"""Of Prometheus, between two looks at all rules."""
+"""Interval at which Prometheus evaluates all rules."""
 OF_A_SLOW_MACHINE = frozenset(
     {
         "KvatlasDecisionsSlow",
@@ -40,12 +41,12 @@ OF_A_SLOW_MACHINE = frozenset(
         "KvatlasTokenIdsMissing",
     }
 )
-"""They are about times. On a shared machine, these alerts fire in a healthy fleet too."""
+"""Alerts about times. On a shared machine, they fire in a healthy fleet too."""
 _UNITS = {"s": 1, "m": 60, "h": 3_600}
 
 
 def is_busy() -> bool:
-    """Do more programs want to run than there are processors?"""
+    """True if more programs want to run than there are processors."""
     return os.getloadavg()[0] > len(os.sched_getaffinity(0))
 
 
@@ -55,7 +56,7 @@ def of_the_machine() -> frozenset[str]:
 
 
 def faster_rules(folder: Path) -> Path:
-    """The rules with every duration divided by SPEED, and at least the four scrapes that a rate needs."""
+    """The rules with every duration divided by SPEED, but long enough for the four scrapes that a rate needs."""
 
     def shorten(found: re.Match[str]) -> str:
         seconds = int(found[2]) * _UNITS[found[3]] / SPEED
@@ -79,21 +80,21 @@ class Watch:
         return {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
 
     async def looks(self, seconds: float) -> AsyncIterator[set[str]]:
-        """What fires, for so long: once an evaluation of the rules, between two of which nothing changes."""
+        """The firing alerts, once per evaluation of the rules, for this many seconds."""
         until_s = monotonic() + seconds
         while monotonic() < until_s:
             yield await self.firing()
             await anyio.sleep(EVALUATION_S)
 
     async def counts(self, query: str) -> bool:
-        """Has the query a result?"""
+        """True if the query has a result."""
         answer = await self._client.get("/api/v1/query", params={"query": query})
         return bool(answer.json()["data"]["result"])
 
 
 async def healthy_hour(watch: Watch) -> set[str]:
-    """What fired in it. It begins when all parts were scraped and every partition has its owner: a start takes seconds, which
-    are minutes of the faster rules."""
+    """The alerts that fired in it. It begins once all parts have been scraped and every partition has an owner: startup takes
+    seconds, which are minutes in the faster rules."""
     seen: set[str] = set()
 
     async def is_healthy() -> bool:
@@ -107,8 +108,8 @@ async def healthy_hour(watch: Watch) -> set[str]:
 
 
 async def check(names: Sequence[str]) -> tuple[set[str], list[str]]:
-    """The alerts that were provoked, and what went otherwise than it should, a line each. `names`: of causes; with none a
-    healthy hour and all of them."""
+    """The alerts that were provoked, and what went wrong, one line each. `names`: the causes; if empty, a healthy hour and all
+    causes."""
     wrong: list[str] = []
     provoked: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="kvatlas-alerts-") as made:
@@ -134,8 +135,8 @@ async def check(names: Sequence[str]) -> tuple[set[str], list[str]]:
 async def provoke(
     name: str, cause: AbstractAsyncContextManager[None], alerts: set[str], watch: Watch
 ) -> tuple[set[str], list[str]]:
-    """Make the cause, and wait until its alerts fire, and until they don't any more. Those that fire by what was done before
-    are waited for first: they would prove nothing. If a busy machine makes them fire, they are not judged."""
+    """Create the cause, and wait until its alerts fire, and until they end. Alerts that still fire because of an earlier cause
+    would prove nothing, so their end is awaited first. Alerts that a busy machine causes are not judged."""
     before = await remaining(alerts, watch)
     unjudged = before & of_the_machine()
     wrong = [f"{name}: {alert} fires already" for alert in sorted(before - unjudged)]
@@ -159,7 +160,7 @@ async def provoke(
 
 
 async def remaining(alerts: set[str], watch: Watch) -> set[str]:
-    """Those of these alerts that don't end within ENDS_S."""
+    """Which of these alerts don't end within ENDS_S."""
     left = alerts
     async for firing in watch.looks(ENDS_S):
         left = alerts & firing

@@ -1,4 +1,4 @@
-"""What is done to a fleet so that an alert fires, and undone."""
+"""Faults in a fleet that make alerts fire, and their repair."""
 
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -71,7 +71,7 @@ async def bus_hangs(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def worker_in_doubt(fleet: Fleet) -> AsyncIterator[None]:
-    """It tells of messages that the index never had, and answers no request."""
+    """It reports messages that the index never got, and answers no request."""
     client = await nats.connect(fleet.nats.url)
     ghost = BusPublisher(client, "ghost", incarnation=7)
 
@@ -114,7 +114,8 @@ async def wrong_event_port(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def sent_events(fleet: Fleet, payload: Callable[[int], bytes], *, lost: int = 0) -> AsyncIterator[None]:
-    """Batches on the wrong sidecar's event socket, made from their number; before each, so many that no replay has."""
+    """Batches on the wrong sidecar's event socket, made from their number. `lost`: how many before each are lost, even for
+    replay."""
     async with FakeEngine(ports=fleet.wrong_ports, buffer=0) as engine, anyio.create_task_group() as group:
 
         async def send() -> None:
@@ -202,7 +203,7 @@ async def engines_die(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def odd_engine_joins(fleet: Fleet, *, alone: bool) -> AsyncIterator[OddEngine]:
-    """`alone`: the others are away meanwhile, so that all requests are its."""
+    """`alone`: the others are away meanwhile, so it gets all requests."""
     async with AsyncExitStack() as stack:
         fleet.odd.behave()
         fleet.odd_sidecar.start()
@@ -349,4 +350,4 @@ CAUSES: Mapping[str, tuple[Cause, set[str]]] = {
     "engine_counts_other_tokens": (engine_counts_other_tokens, {"KvatlasTokenizerWrong"}),
     "engine_tokenizes_late": (engine_tokenizes_late, {"KvatlasTokenIdsMissing"}),
 }
-"""What is done, and the alerts that fire by it; others may as well."""
+"""Each cause, and the alerts that it makes fire; others may fire as well."""

@@ -1,4 +1,4 @@
-"""The fleet whose alerts are watched: every part is a process of its own, and serves requests."""
+"""The fleet whose alerts are watched: every part is a separate process, and serves requests."""
 
 import json
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ PICKS_PER_S = 2
 
 @dataclass(slots=True)
 class Fleet:
-    """All parts, by what they are."""
+    """All parts, by kind."""
 
     nats: EmbeddedServer
     valkey: EmbeddedServer
@@ -44,13 +44,13 @@ class Fleet:
     ports: list[int]
     tls_router: ChildProcess
     fresh: bool = False
-    """Do requests share no prefix, so that no engine's cache draws them?"""
+    """True if requests share no prefix, so that no engine's cache attracts them."""
 
 
 @asynccontextmanager
 async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
-    """Two engines with sidecars, an indexer, a router, a picker; and two sidecars that are not started: one listens to the
-    sockets of something else, one belongs to an odd engine without events."""
+    """Two engines with sidecars, an indexer, a router and a picker, and two sidecars that are not started: one listens to
+    sockets of something else, and one belongs to an odd engine without events."""
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(nats_server())
         store = await stack.enter_async_context(valkey_server())
@@ -126,7 +126,8 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
 
 
 async def send_requests(fleet: Fleet) -> None:
-    """Requests of a few prompts with ends of their own, until cancelled. What becomes of them is for the alerts to say."""
+    """Send requests with a few prompts, each with a different end, until cancelled. Their outcome shows in the alerts
+    alone."""
     number = 0
     async with http_client(base_url=fleet.router_url, timeout=10) as client:
 
@@ -150,7 +151,7 @@ async def send_requests(fleet: Fleet) -> None:
 
 
 async def send_picks(fleet: Fleet) -> None:
-    """What a gateway asks the picker, until cancelled: requests that are answered as soon as they have an endpoint."""
+    """Ask the picker as a gateway does, until cancelled: requests that are answered as soon as they have an endpoint."""
     number = 0
     async with grpc.aio.insecure_channel(f"{LOOPBACK}:{fleet.picker_port}") as channel:
         process = channel.stream_stream(

@@ -14,7 +14,7 @@ from typing import Any
 class OddEngine:
     """How it behaves from now on. `status`: of its completions. `cached_tokens`: what it reports; None: nothing.
     `more_tokens`: how many more prompt tokens it reports than there are. `tokenize_s`: how long /tokenize takes. `full`: it
-    reports that no block of its cache is free. `hangs`: it computes nothing, and answers its status page."""
+    reports that no block of its cache is free. `hangs`: it computes nothing, but answers its status page."""
 
     url: str
     status: int = 200
@@ -25,7 +25,7 @@ class OddEngine:
     hangs: bool = False
 
     def behave(self) -> None:
-        """Like any engine again."""
+        """Behave like any engine again."""
         self.status, self.cached_tokens, self.more_tokens, self.tokenize_s, self.full = 200, 0, 0, 0.0, False
         self.hangs = False
 
@@ -54,7 +54,7 @@ def odd_engine() -> Iterator[OddEngine]:
 
         def do_POST(self) -> None:
             sent = self.rfile.read(int(self.headers["Content-Length"]))
-            body = json.loads(sent) if sent else {}  # a probe's, or of a client that left
+            body = json.loads(sent) if sent else {}  # from a probe, or from a client that disconnected
             tokens = list(str(body.get("prompt", "")).encode())
             if self.path == "/tokenize":
                 time.sleep(engine.tokenize_s)
@@ -86,7 +86,7 @@ def odd_engine() -> Iterator[OddEngine]:
                 self.end_headers()
                 self.wfile.write(payload)
             except ConnectionError:
-                return  # whoever asked has had enough
+                return  # the client gave up
 
         def log_message(self, *_: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""An indexer with an honest worker in its index, on servers with the users of `kvatlas auth` or without any."""
+"""An indexer with an honest worker in its index, on servers with the users of `kvatlas auth`, or with none."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -31,7 +31,8 @@ workers = ["rogue"]
 
 @dataclass(frozen=True, slots=True)
 class AttackedServers:
-    """Both servers. `folder`: what `kvatlas auth` wrote; None: they have no users. The store's own user may do everything."""
+    """Both servers. `folder`: where `kvatlas auth` wrote its files; None: they have no users. The store's own user may do
+    everything."""
 
     nats: NatsProcess
     store: ValkeyProcess
@@ -61,7 +62,8 @@ class AttackedFleet:
     victim: BusPublisher
 
     async def check(self) -> None:
-        """The honest worker's blocks and record are as it published them, and what it publishes now is applied."""
+        """Check that the honest worker's blocks and record are as it published them, and that what it publishes now is
+        applied."""
         await self.victim.store_more()
         await self.victim.beat()
         store = await open_store(self.servers.store_url("indexer"), wait=False)

@@ -16,7 +16,7 @@ from tests.end_to_end.processes import environment, kvatlas_command, line_with
 from tests.router.proxy.engines import MODEL, Fleet, record, running_fleet
 
 ACMES_PROMPT = list(range(1_000, 1_200))
-"""Cached, for tenant acme, on the worker that anybody may use."""
+"""Cached, for tenant acme, on the worker that anyone may use."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ACME, OTHER, WATCHER, OPERATOR = "acme-key", "other-key", "watcher-key", "operator-token"
 
@@ -52,7 +52,7 @@ def clients_text(more: str = "", *, other: str = "") -> str:
 
 @dataclass(slots=True)
 class Recorder:
-    """An engine that answers nothing and remembers all that it was sent."""
+    """An engine that answers nothing, and remembers everything it was sent."""
 
     url: str = ""
     received: bytes = b""
@@ -67,7 +67,7 @@ class Recorder:
 
 @asynccontextmanager
 async def tenants_fleet(store: Store) -> AsyncIterator[tuple[Fleet, Recorder]]:
-    """A worker for anybody, which holds a prompt of acme's, and one whose identity names tenant acme alone."""
+    """A worker for anyone, which holds a prompt of acme's, and one whose identity names only tenant acme."""
     recorder = Recorder()
     server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
     recorder.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -80,7 +80,7 @@ async def tenants_fleet(store: Store) -> AsyncIterator[tuple[Fleet, Recorder]]:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A router. `control`: its port for operators, the same one unless that is apart."""
+    """A router. `control`: its port for operators, which is the same one unless it has a separate one."""
 
     url: str
     control: str
@@ -91,7 +91,7 @@ class Process:
         return int(self.url.rpartition(":")[2])
 
     async def log(self) -> list[str]:
-        """Its lines from the last that was read to its end, which this call brings."""
+        """Kill the router, and return the lines of its log that were not read yet."""
         self.running.kill()
         assert self.running.stderr is not None
         return (await self.running.stderr.read()).decode(errors="replace").split("\n")

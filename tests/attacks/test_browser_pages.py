@@ -1,4 +1,5 @@
-"""What a page in a browser tries against a router on the same machine, which has the defaults: no users, all on loopback."""
+"""What a page in a browser tries against a router on the same machine, with the default settings: no users, everything on
+loopback."""
 
 import json
 from pathlib import Path
@@ -34,12 +35,12 @@ OUR_OWN: tuple[dict[str, str], ...] = (
     {"sec-fetch-site": "same-origin", "origin": "https://front.test"},
     {"sec-fetch-site": "none"},
 )
-"""Programs, our own page behind a proxy, and a person who typed the address."""
+"""From programs, our own page behind a proxy, and a person who typed the address."""
 
 
 CHAT_PAGE = "https://chat.example"
 SIMPLE = {"content-type": "text/plain"}
-"""Sent by browsers without asking the server first."""
+"""Browsers send this without asking the server first."""
 
 
 async def test_a_page_of_another_site_uses_no_call(store: Store, valkey_url: str) -> None:
@@ -81,7 +82,7 @@ async def test_a_name_that_leads_to_loopback_shows_a_page_nothing(store: Store, 
 async def test_with_keys_or_tokens_any_name_may_lead_to_the_router(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
-    """No page knows a key, so a proxy before the router may keep the name that clients asked for."""
+    """No page knows a key, so a proxy in front of the router may keep the host name that clients used."""
     async with tenants_fleet(store), guarded_router(valkey_url, tmp_path) as router, http_client(timeout=60) as client:
         named = {"host": "api.corp.test", **FROM_ELSEWHERE[0]}
         for key, status in ((ACME, 200), ("wrong", 401)):

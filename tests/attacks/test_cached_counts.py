@@ -1,4 +1,4 @@
-"""A tenant that wants to know from engines' counts what others asked."""
+"""A tenant tries to learn from engines' counts what others asked."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Neither the engine's own count of cached tokens nor its time says what another tenant asked."""
+    """Neither the engine's own count of cached tokens nor its response time reveals what another tenant asked."""
     async with (
         running_fleet(store, {"shared": {"num_gpu_blocks": 4_096}}),
         guarded_router(valkey_url, tmp_path, None, "--salt-is-tenant") as router,
@@ -52,7 +52,7 @@ async def test_salts_keep_tenants_apart_on_a_shared_engine(store: Store, valkey_
 async def test_without_salts_no_answer_says_what_is_cached(
     store: Store, valkey_url: str, tmp_path: Path, salted: bool
 ) -> None:
-    """In none of the engines' forms. Callers that may see decisions get what the engine wrote, as do tenants with salts."""
+    """In any of the engines' formats. Callers that may see decisions get what the engine wrote, as do tenants with salts."""
 
     async def count(request: Request) -> Response:
         return Response(written.counted, media_type="text/event-stream" if written.streamed else "application/json")

@@ -1,4 +1,4 @@
-"""Attacks on disks: a publisher that writes without end, and a client that wants to fill the router's log."""
+"""Attacks on disks: a publisher that never stops writing, and a client that tries to fill the router's log."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.anyio
 STREAM_BYTES = 4 << 20
 MESSAGE_BYTES = 256 << 10
 LINE_BYTES = 1_000
-"""What one request may write into the log."""
+"""The most that one request may write to the log."""
 
 
 @pytest.mark.parametrize("users", [True, False], ids=["with users", "defaults"])
 async def test_no_publisher_fills_the_disk_of_nats(tmp_path: Path, users: bool) -> None:
-    """It writes 16 times what the stream may hold, and each message is refused, so that it is kept for people."""
+    """It writes 16 times what the stream may hold, and each message is refused, so it is kept for inspection."""
     with attacked_servers(tmp_path, users=users) as servers:
         async with attacked_fleet(servers, stream_max_bytes=STREAM_BYTES, stream_storage="file") as fleet:
             rogue = await connect_nats(NatsAccess(servers.nats_url("rogue")), name="rogue", wait=False)

@@ -1,4 +1,4 @@
-"""What one tenant tries against others at the index server: more than its share, over every protocol."""
+"""One tenant tries to take more than its share of the index server, over every protocol."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,7 +33,7 @@ PER_MINUTE = 4
 async def test_a_clients_limits_hold_for_all_protocols_together(
     store: Store, valkey_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stream of questions is no way around them; nor is a long list, which is refused before it is read."""
+    """A stream of queries is no way around them, nor is a long list, which is refused before it is read."""
     index = await open_redis_index(store, writer=True)
     await write(store, record("b", "http://b:8000"))
     await hold(index, "b", TOKENS, scope=Scope(MODEL, MODEL, None, "other"))
@@ -106,7 +106,7 @@ async def test_one_tenants_followers_leave_room_for_others(
 async def test_a_key_that_is_withdrawn_ends_what_goes_on_by_it(
     store: Store, valkey_url: str, fresh_nats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its followers over both protocols, and its stream of questions. Those of others go on."""
+    """Its followers over both protocols, and its stream of queries. Those of others continue."""
     monkeypatch.setattr("kvatlas_router.queries.api.PROVE_AGAIN_S", 0.1)
     file = tmp_path / "clients.toml"
     file.write_text(clients_text())

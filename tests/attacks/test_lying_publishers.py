@@ -1,4 +1,4 @@
-"""Publishers that lie about their own workers, within what their identities allow: what bounds that."""
+"""What publishers can do by lying about their own workers, within what their identities allow, is bounded."""
 
 from pathlib import Path
 

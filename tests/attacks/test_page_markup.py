@@ -33,7 +33,7 @@ HOSTILE = "".join(MARKUP)
 
 @asynccontextmanager
 async def hostile_fleet(store: Store, nats_url: str, valkey_url: str) -> AsyncIterator[dict[str, str]]:
-    """The pages of a router and an indexer whose fleet has a worker that names everything so."""
+    """The pages of a router and an indexer whose fleet has a worker with such text in all of its names."""
     made = record("w", "http://10.0.0.1:8000")
     names = dict.fromkeys(("model_id", "tokenizer_id", "tenant_id", "locality_domain", "upper_bound"), HOSTILE)
     more = {"labels": {HOSTILE: HOSTILE}, "stores": ("s",), "transfer_groups": (HOSTILE,), "block_size": 4}

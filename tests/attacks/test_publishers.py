@@ -1,4 +1,4 @@
-"""Rogue publishers and auditors at NATS: acts with a real user's password against another publisher's worker."""
+"""Rogue publishers and auditors at NATS: attacks with a real user's password on another publisher's worker."""
 
 from time import time_ns
 
@@ -22,7 +22,7 @@ STREAM = "KVATLAS_EVENTS"
 
 
 def false_events(fleet: AttackedFleet) -> bytes:
-    """A new incarnation of the victim, which holds nothing."""
+    """A new incarnation of the victim that holds nothing."""
     return msgpack.packb(BusPublisher(fleet.victim._client, "victim", time_ns()).begin(time_ns()))
 
 
@@ -44,7 +44,7 @@ WRITES = {
     "stop the server": "$SYS.REQ.SERVER.X.RELOAD",
 }
 BY_AUDITORS_TOO = {"have it send snapshots", "read one message", "change the stream"}
-"""Acts that are an auditor's work, or that NATS answers it without doing them."""
+"""Acts that are part of an auditor's work, or that NATS acknowledges without carrying them out."""
 READS = ["kvatlas.>", "kvatlas.events.>", alive_subject("victim"), control_subject("victim"), "_INBOX.>", "$JS.>", ">"]
 
 
@@ -74,7 +74,7 @@ async def test_a_publisher_that_reads_others_is_refused(with_users: AttackedServ
 
 
 async def test_false_messages_on_its_own_subject_change_only_its_own_worker(servers: AttackedServers) -> None:
-    """It signs as the victim, sends what is no message, and counts to the end: with users and without."""
+    """It signs as the victim, sends invalid messages, and counts up to the last number: with users and without."""
     async with attacked_fleet(servers) as fleet, connected(NatsAccess(servers.nats_url("rogue"))) as (client, refused):
         await client.publish(alive_subject("rogue"), heartbeat(fleet.victim).pack())
         own = BusPublisher(client, "rogue", 2**64 - 1)
@@ -90,7 +90,7 @@ async def test_false_messages_on_its_own_subject_change_only_its_own_worker(serv
 async def test_a_publisher_of_another_fleet_puts_nothing_into_the_index_even_as_the_workers_own_user(
     servers: AttackedServers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No indexer is there to refuse it when it starts; the next one finds its messages in the stream."""
+    """No indexer is running to refuse it when it starts; the next one finds its messages in the stream."""
     async with attacked_fleet(servers):
         pass
     settings = PublisherSettings(
@@ -109,7 +109,7 @@ async def test_a_publisher_of_another_fleet_puts_nothing_into_the_index_even_as_
 
 
 async def test_without_users_anyone_may_speak_for_any_worker(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What docs/security.md says of the defaults: only the network protects the servers."""
+    """As docs/security.md says about the defaults, only the network protects the servers."""
     with attacked_servers(tmp_path_factory.mktemp("defaults"), users=False) as servers:
         async with attacked_fleet(servers) as fleet, connected(NatsAccess(servers.nats.url)) as (client, refused):
             false = heartbeat(fleet.victim).model_copy(update={"state": EngineState.DOWN})

@@ -1,5 +1,5 @@
-"""What a client sends past HTTP's rules, to a router with everything switched on and to one with the defaults: no second
-request reaches an engine, no line of its own the log, and others are served."""
+"""A client breaks HTTP's rules, at a router with everything switched on and at one with the defaults: no second request
+reaches an engine, no line of the client's own reaches the log, and others are served."""
 
 import asyncio
 import re
@@ -70,7 +70,7 @@ async def test_what_is_no_request_reaches_no_engine_and_no_log(
 
 
 async def say(port: int, data: bytes) -> bytes:
-    """The answers, until the router ends the connection whose other half is closed."""
+    """Send the data, close this half of the connection, and return the answers until the router ends it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answered = b""
     try:

@@ -1,4 +1,4 @@
-"""An engine that its fleet trusts, and that someone has taken over: what it answers costs the router and others nothing."""
+"""An engine that its fleet trusts was taken over: its answers harm neither the router nor other clients."""
 
 from collections.abc import AsyncIterator
 
@@ -23,12 +23,12 @@ BUSY = {"queued_prefill_tokens": 200_000}
 async def test_an_endless_answer_does_not_fill_the_router(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """JSON and errors are kept whole, so their length is bounded. Another engine answers."""
+    """JSON and errors are held in memory whole, so their length is bounded. Another engine answers."""
     monkeypatch.setattr(engine_client, "MOST_WHOLE_BYTES", MOST)
 
     async def endless(_: Request) -> Response:
         async def body() -> AsyncIterator[bytes]:
-            for _ in range(64):  # it ends, so that a router that keeps all of it fails this test and not the machine
+            for _ in range(64):  # finite, so a router that keeps all of it fails this test, not the machine
                 yield b" " * (MOST // 16)
 
         return StreamingResponse(body(), code, media_type="application/json")
@@ -47,7 +47,7 @@ async def test_an_endless_answer_does_not_fill_the_router(
 async def test_an_answer_that_can_not_be_read_passes_and_a_redirect_to_elsewhere_does_not(
     store: Store, valkey_url: str
 ) -> None:
-    """Deep nesting is no error of the router. A client that follows a redirect may send its key along."""
+    """Deep nesting is not an error for the router. A client that follows a redirect may send its key along."""
     async with (
         faulty_engine(well) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),

@@ -1,4 +1,4 @@
-"""What clients behind a gateway try against its picker, through a real Envoy; and what others who reach the picker try."""
+"""Attacks on a picker by clients behind its gateway, through a real Envoy, and by others who can reach the picker."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ ROUTES = {
     "x-prefiller-host-port": "169.254.169.254:80",
     "x-data-parallel-rank": "7",
 }
-"""Headers by which a client would say where its request goes."""
+"""Headers with which a client would choose where its request goes."""
 
 
 def body(**more: object) -> dict[str, object]:
@@ -56,7 +56,8 @@ class Setup:
     picker: RunningPicker
 
     async def cached(self, listener: str, **more: object) -> int:
-        """As predicted for a claim to be acme's, in every way that a client has; of acme itself, to be another's."""
+        """Predicted cached tokens of a request with every claim to be acme's; one from acme itself claims to be another
+        tenant's."""
         headers = {**CLAIMS, "x-tenant": "other"} if listener == "of acme" else CLAIMS
         answer = await self.gateway[listener].post("/v1/completions", json=body(**more), headers=headers)
         assert answer.status_code == 200, answer.text
@@ -65,7 +66,7 @@ class Setup:
 
 @asynccontextmanager
 async def setup(envoy: EnvoyProcess, store: Store, valkey_url: str, **settings: Any) -> AsyncIterator[Setup]:
-    """A worker for anybody, which has a prompt of acme's; and with the defaults one for acme alone, which can't be reached."""
+    """A worker for anyone, which has a prompt of acme's, and by default one for acme alone, which can't be reached."""
     async with running_gateway(envoy, store, {"any": {}}) as gateway:
         await gateway.fleet.holds("any", ACMES_PROMPT, Scope(MODEL, MODEL, None, "acme"))
         if not settings:
@@ -90,7 +91,7 @@ async def test_with_the_defaults_no_client_names_its_tenant_or_its_engine(
 async def test_the_tenant_is_what_the_gateway_says(
     envoy: EnvoyProcess, store: Store, valkey_url: str, source: str
 ) -> None:
-    """Where it says nothing, and nothing a client says is to count, requests are refused."""
+    """If the gateway names none, requests are refused, because nothing that a client says may count."""
     async with setup(envoy, store, valkey_url, tenant_from=source) as attacked:
         assert await attacked.cached("of acme", tenant_id="other", user="other") > 150
         if source.startswith("metadata:"):
@@ -106,7 +107,7 @@ async def test_the_tenant_is_what_the_gateway_says(
 async def test_a_model_that_no_engine_serves_is_refused_by_an_engine_that_may_see_the_tenants_prompts(
     envoy: EnvoyProcess, store: Store, valkey_url: str
 ) -> None:
-    """However many engines of other tenants there are."""
+    """This holds however many engines of other tenants there are."""
     async with running_gateway(envoy, store, {"any": {}}) as gateway:
         one = record("others", "http://127.0.0.1:9")
         for number in range(9):
@@ -142,7 +143,7 @@ async def test_paths_of_administration_and_bodies_that_the_picker_can_not_read_r
 
 
 async def test_hostile_messages_end_their_own_stream_alone(envoy: EnvoyProcess, store: Store, valkey_url: str) -> None:
-    """Whoever reaches the picker's port sends what no gateway sends."""
+    """Anyone who can reach the picker's port may send what no gateway sends."""
     asked = json.dumps(body()).encode()
     acts: dict[str, list[ProcessingRequest | bytes]] = {
         "no message": [b"\xff" * 100],

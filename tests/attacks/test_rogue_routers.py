@@ -1,4 +1,4 @@
-"""What a router, or whoever has its user's password, tells the others that is not so: requests go on."""
+"""A router, or anyone with its user's password, gives the others false information: requests are served all the same."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +38,7 @@ async def serves(client: httpx.AsyncClient) -> bool:
 
 
 async def test_false_figures_of_a_router_stop_no_request_of_others(store: Store, valkey_url: str) -> None:
-    """Ejections of every worker, rates that no engine has, reports, bookings that fill all, and records that are none."""
+    """Ejections of every worker, impossible rates, reports, bookings that fill every worker, and invalid records."""
     async with asked_router(store, valkey_url) as client:
         assert await serves(client)
         rogue = EjectionStore(store)

@@ -1,4 +1,4 @@
-"""What a client tries against other tenants, with its expected refusal."""
+"""A client's attacks on other tenants, each with the refusal it gets."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ DECISION = "x-kvatlas-decision"
 
 
 async def test_with_the_defaults_a_body_names_no_tenant(store: Store, valkey_url: str) -> None:
-    """There is nothing to prove a tenant with, so there is one, as the router says at its start."""
+    """Nothing can prove a tenant, so there is only one, as the router says at startup."""
     said = "every client belongs to the tenant of --tenant-id"
     async with tenants_fleet(store), router_process(valkey_url, said=said) as router, http_client(timeout=60) as client:
         route = f"{router.url}/kvatlas/route"
@@ -100,7 +100,7 @@ async def test_a_tenant_is_that_of_the_key_and_sees_nothing_of_others(
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/v1/responses/x", "/v1/files", "/v1/files/x/content", COMPLETIONS, "/v1/models"):
-            answer = await client.options(path)  # a browser asks so without a key
+            answer = await client.options(path)  # browsers send OPTIONS without a key
             assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_supported", path
         for headers in (
             {**bearer(OTHER), "x-kvatlas-tenant": "acme"},
@@ -127,7 +127,7 @@ async def test_a_key_that_may_sees_the_decision_for_its_own_tenant(
 
 
 async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Neither for their answers nor for their tokens; that worker's prompts of its own tenant do."""
+    """No other worker gets them, whether to answer or to tokenize; that worker gets its own tenant's prompts."""
     for flags in ((), ("on",)):
         async with tenants_fleet(store) as (_, recorder):
             started = guarded_router(valkey_url, tmp_path) if flags else router_process(valkey_url)
@@ -146,7 +146,7 @@ async def test_prompts_go_only_to_workers_that_may_see_them(store: Store, valkey
 
 
 async def test_models_of_workers_for_others_alone_do_not_exist(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Neither in lists nor in what a request for one gets; nor do they make a request without a model ambiguous."""
+    """They neither show in lists nor in the answer to a request for one, nor make a request without a model ambiguous."""
     async with (
         faulty_engine(well) as shared,
         faulty_engine(well) as acmes,
@@ -255,7 +255,7 @@ async def test_a_file_of_clients_is_read_again_and_a_bad_one_changes_nothing(
 
 
 async def test_what_an_engine_keeps_is_its_tenants_alone(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """A response's id that leaked is of no use to another tenant, even if one engine keeps all."""
+    """A leaked response id is of no use to another tenant, even if one engine keeps everything."""
     async with (
         faulty_engine(keeper("w1")) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),
@@ -331,8 +331,8 @@ async def test_calls_of_administration_reach_no_engine(store: Store, valkey_url:
 async def test_how_an_engine_calls_and_orders_requests_is_no_clients_choice(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
-    """Neither whose request one is within the engine, nor its place in the engine's queue, nor an adapter beside the model that
-    the client's key is checked for. Without tenants, all of it is passed on."""
+    """It chooses neither its request's name within the engine, nor its place in the engine's queue, nor an adapter other than
+    the model that its key is checked for. Without tenants, all of this is passed on."""
     chosen = {
         "rid": "acmes",
         "request_id": "acmes",

@@ -88,7 +88,7 @@ async def test_no_spelling_of_a_request_hides_tokens_from_a_limit(
 
 
 async def test_no_spelling_of_a_stream_hides_its_usage(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Engines take all of these for a stream that ends without its usage."""
+    """Engines read all of these as a request for a stream without usage."""
     async with (
         faulty_engine(well) as engine,
         running_fleet(store, {}, {"w1": {"url": engine.url}}),
@@ -136,7 +136,7 @@ async def test_requests_that_fail_everywhere_use_up_no_retries_of_other_tenants(
 async def test_a_client_that_leaves_before_the_end_pays_for_what_it_was_sent(
     store: Store, valkey_url: str, tmp_path: Path
 ) -> None:
-    """No engine reports a usage then, and fewer tokens were expected."""
+    """No engine reports its usage then, and fewer tokens were expected."""
     async with (
         running_fleet(store, {"w1": {"decode_step_us": 500, "num_gpu_blocks": 4_096}}),
         guarded_router(valkey_url, tmp_path, clients_text(other="tokens_per_minute = 600")) as router,

@@ -1,1 +1,1 @@
-"""Pieces of the benchmarks that others build on."""
+"""Parts of the benchmarks that others build on."""

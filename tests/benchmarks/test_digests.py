@@ -1,4 +1,4 @@
-"""The benchmark of what digests cost needs the function library as it knows it."""
+"""The benchmark of the cost of digests depends on the text of the function library."""
 
 from benchmarks.index.digests import build_library_without_digests
 from kvatlas.index.redis.index_functions import INDEX_LIBRARY

@@ -1,4 +1,4 @@
-"""The engines that benchmarks run speak as real ones do."""
+"""The benchmarks' engines speak the protocols of real ones."""
 
 import msgpack
 import zmq

@@ -28,7 +28,7 @@ def results(ours: list[float], theirs: list[float]) -> grid.Results:
 @pytest.mark.parametrize(
     ("ours", "theirs", "word"),
     [
-        ([100.0, 200.0, 300.0], [110.0, 212.0, 311.0], "win"),  # sooner with every seed, though seeds differ more
+        ([100.0, 200.0, 300.0], [110.0, 212.0, 311.0], "win"),  # faster with every seed, although the seeds differ more
         ([110.0, 212.0, 311.0], [100.0, 200.0, 300.0], "loss"),
         ([100.0, 200.0, 300.0], [150.0, 150.0, 310.0], "tie"),
     ],
@@ -37,7 +37,7 @@ def test_a_verdict_is_certain_if_the_difference_by_seed_is_beyond_its_interval(
     ours: list[float], theirs: list[float], word: str
 ) -> None:
     found = results(ours, theirs)
-    assert grid.best_rival(found, "chats", 1.0, TTFT) == "lmetric"  # the oracle is no rival
+    assert grid.best_rival(found, "chats", 1.0, TTFT) == "lmetric"  # the oracle does not count as a rival
     assert grid.compare_with(found, "chats", 1.0, "lmetric", TTFT).word == word
 
 

@@ -27,7 +27,7 @@ ENGINES, REQUESTS, CHARACTERS_A_TOKEN = 4, 240, 4
 
 
 class Engines:
-    """Engines that hold every request open until `release` is set. `asked`: which ones got the completions, in order."""
+    """Engines that hold every request open until `release` is set. `asked`: the engines that got the completions, in order."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -42,7 +42,7 @@ class Engines:
             protocol_version = "HTTP/1.1"
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Keep quiet."""
+                """Log nothing."""
 
             def do_GET(self) -> None:
                 self._answer({"data": [{"id": "m", "object": "model"}], "model_path": "m", "served_model_name": "m"})
@@ -109,7 +109,7 @@ def is_ready(port: int) -> bool:
 
 
 def prompts(rng: random.Random) -> Iterator[LabRequest]:
-    """First one new prompt for each engine; then most on one prefix, at several depths."""
+    """First a new prompt for each engine, then mostly prompts that share a prefix, to several depths."""
     hot, fresh = [*range(1_000, 1_010)], iter(range(10_000, 100_000))
     for number in range(REQUESTS):
         shared = 0 if number < ENGINES or rng.random() < 0.2 else rng.choice([2, 3, 4, 8, 9])
@@ -118,7 +118,7 @@ def prompts(rng: random.Random) -> Iterator[LabRequest]:
 
 
 def text_of(request: LabRequest) -> str:
-    """A text in which other contents differ from the first letter on."""
+    """A text for the request; different contents differ from the first letter on."""
     size = BLOCK_TOKENS * CHARACTERS_A_TOKEN
     return "".join((chr(0x4E00 + content % 20_000) * size)[:size] for content in request.contents)
 
@@ -127,7 +127,7 @@ def text_of(request: LabRequest) -> str:
 def test_sglangs_router_decides_as_the_labs_model_of_it() -> None:
     engines = Engines()
     model = SglangRouter(build_engines(FleetSettings(ENGINES, 100_000), BLOCK_TOKENS), random.Random(1))
-    order: list[int] = []  # the router's own, in which the first of equals wins
+    order: list[int] = []  # the router's own order, in which ties go to the first
     balanced = matched = 0
     try:
         with sglang_router(engines.urls) as port, ThreadPoolExecutor(REQUESTS) as pool:

@@ -1,4 +1,4 @@
-"""The longest call to the store is found, and named by what kvatlas calls."""
+"""The longest call to the store is found, and named after the function that kvatlas called."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ async def test_loading_functions_is_a_figure_of_its_own(fresh_store: str) -> Non
 
 async def test_without_a_long_call_the_budget_is_met(fresh_store: str) -> None:
     async with connected_store(fresh_store, wait=False) as store, store_calls(store) as calls:
-        await store.client.flushall()  # what benchmarks do themselves is no call of kvatlas
+        await store.client.flushall()  # the benchmarks' own calls don't count as kvatlas'
         result = await calls.result("nothing")
     assert result.met and result.budget == LONGEST_MS
 

@@ -1,1 +1,2 @@
-"""Faults into a running fleet of real processes, until the index is exact again; what that took is reported."""
+"""Injects faults into a running fleet of real processes, waits until the index is exact again, and reports how long that
+took."""

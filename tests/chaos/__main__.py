@@ -1,7 +1,7 @@
 """`make chaos`: random faults in a fleet of 4 engines, 2 of them hybrids, and 3 indexers.
 
-For CHAOS_SECONDS (300), by CHAOS_SEED (random). With CHAOS_REVISION (a commit of this repository, for example HEAD~1)
-everything starts in that version, and one more fault is that a process goes on in the other version.
+Runs for CHAOS_SECONDS (300), with CHAOS_SEED (random). With CHAOS_REVISION (a commit of this repository, for example HEAD~1)
+everything starts in that version, and one more fault is that a process continues in the other version.
 
     python -m tests.chaos                   random faults
     python -m tests.chaos clusters          the same on three NATS servers and six Valkey servers, whose faults come on top
@@ -42,7 +42,7 @@ CLUSTERS = "clusters"
 
 
 class Size(TypedDict):
-    """Of the fleet. Two of the engines are hybrids: their marks must be exact too."""
+    """The fleet's size. Two of the engines are hybrids, whose marks must be exact too."""
 
     engines: int
     hybrids: int
@@ -53,7 +53,7 @@ SIZE = Size(engines=4, hybrids=2, indexers=3)
 
 
 async def run(names: Sequence[str], seed: int, seconds: float, revision: str | None, folder: Path) -> bool:
-    """Run, and print a report. Is everything exact?"""
+    """Run, and print a report. True if everything is exact."""
     tree = await check_out(revision, folder / "other") if revision else ROOT
     upgrades = UPGRADES if revision else {}
     outcomes: list[Outcome] = []
@@ -125,7 +125,7 @@ async def audit(fleet: Fleet) -> None:
 
 
 def run_soak_command(arguments: Sequence[str]) -> None:
-    """Exits as `main` does. What it measured stays."""
+    """Exits as `main` does. The measured data stays."""
     if len(arguments) != 1 or not arguments[0].isdecimal():
         log(f"soak {' '.join(arguments)}; expected one number of seconds")
         sys.exit(2)
@@ -134,7 +134,7 @@ def run_soak_command(arguments: Sequence[str]) -> None:
 
 
 def report(outcomes: Sequence[Outcome], failures: Sequence[str]) -> bool:
-    """Print the report. Is everything exact?"""
+    """Print the report. True if everything is exact."""
     log(as_text(outcomes))
     for failure in failures:
         log(f"NOT EXACT: {failure}")
@@ -154,7 +154,7 @@ def log(line: str) -> None:
 
 
 def main() -> None:
-    """Exits with 0, 1 if something was not exact, 2 for wrong usage."""
+    """Exit with 0, with 1 if something was not exact, or with 2 for wrong usage."""
     names = sys.argv[1:]
     if names == ["requests"]:
         with tempfile.TemporaryDirectory(prefix="kvatlas-chaos-") as logs:

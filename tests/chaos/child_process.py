@@ -29,8 +29,8 @@ class ChildProcess:
         tree: Path = ROOT,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`ready`: text that its log contains when it is ready. `tree`: the checkout whose version runs, from the next start
-        on. `variables`: more of its environment."""
+        """`ready`: text that its log contains once it is ready. `tree`: the checkout whose version runs, from the next start
+        on. `variables`: additional environment variables."""
         self.name = name
         self.arguments = list(arguments)
         self.log = folder / f"{name}.log"

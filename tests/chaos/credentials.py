@@ -1,4 +1,4 @@
-"""Who is who in the fleet's NATS: a rogue publisher with a user of its own, and everybody else, who may do everything."""
+"""The users of the fleet's NATS: one for a rogue publisher, and one for everything else, which may do everything."""
 
 import json
 
@@ -14,7 +14,7 @@ IDENTITIES = Identities(
 
 
 def nats_config() -> str:
-    """For nats-server: who does not log in is the fleet's own user."""
+    """The configuration of nats-server: clients that don't log in are the fleet's own user."""
     permissions = nats_permissions(IDENTITIES)[ROGUE].render()
     users = f"""authorization {{ users = [
   {{ user: fleet, password: {PASSWORD} }}
@@ -24,7 +24,7 @@ def nats_config() -> str:
 
 
 def identities_file() -> str:
-    """For `kvatlas indexer --identities`."""
+    """The file for `kvatlas indexer --identities`."""
     return json.dumps(
         {"publishers": {user: one.model_dump(exclude_none=True) for user, one in IDENTITIES.by_user.items()}}
     )

@@ -1,4 +1,4 @@
-"""Does the index hold what the publishers announce, and do these announce only what their engines hold?"""
+"""Checks that the index holds what the publishers announce, and that they announce only what their engines hold."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ Residence = tuple[str | None, str, str]
 """Adapter, tier (or MARKED) and sequence hash of one worker's block."""
 
 MARKED = "marked"
-"""In a tier's place: a prompt can be resumed behind this block of a hybrid."""
+"""Used in place of a tier: a prompt can be resumed after this block of a hybrid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Checker:
         self.nats = nats
         self.store = store
         self.told: dict[str, set[Residence]] = {}
-        """What other holders have, by worker id: a scenario that runs their publishers keeps it."""
+        """Blocks of other holders, by worker id; set by a scenario that runs their publishers."""
 
     async def status(self, worker_id: str) -> ControlReply:
         """Raises NatsError if the publisher does not answer."""
         return await self._ask(worker_id, ControlOp.STATUS)
 
     async def compare_digests(self) -> str:
-        """What is not exact by the digests alone; empty if they agree. Cheap enough to be polled (the proxies run in this
+        """The differences that the digests alone show; empty if they agree. Cheap enough to be polled (the proxies run in this
         process)."""
         try:
             index = await open_redis_index(self.store, writer=False)
@@ -71,9 +71,9 @@ class Checker:
         return ""
 
     async def compare_index(self, under_reporting: Iterable[str] = ()) -> Comparison:
-        """Compare what the index holds now. `under_reporting`: workers whose publishers can't know all that their engine
-        holds."""
-        await anyio.sleep(COMPARE_EVERY_S)  # paced: a comparison takes time of this process, where the proxies run
+        """Compare the index's current blocks. `under_reporting`: workers whose publishers can't know everything that their
+        engine holds."""
+        await anyio.sleep(COMPARE_EVERY_S)  # paced: a comparison takes time in this process, where the proxies run
         try:
             exported = await self._exported()
             return await self.compare(exported, under_reporting)
@@ -81,7 +81,7 @@ class Checker:
             return Comparison(f"{type(error).__name__}: {error}")
 
     async def compare(self, exported: Mapping[str, set[Residence]], under_reporting: Iterable[str] = ()) -> Comparison:
-        """Compare what was exported, by worker, with the publishers' digests and the engines' caches."""
+        """Compare the exported blocks of each worker with the publishers' digests and the engines' caches."""
         partial = set(under_reporting)
         problems: list[str] = []
         wrong = missing = 0
@@ -112,7 +112,7 @@ class Checker:
         return Comparison("; ".join(problems), sum(map(len, exported.values())), wrong, missing)
 
     async def resident_blocks(self, worker_id: str) -> int:
-        """How many blocks the index has for this worker now; 0 without an active holder."""
+        """Number of blocks that the index has for this worker now; 0 without an active holder."""
         index = await open_redis_index(self.store, writer=False)
         return sum((await index.digest(worker_id) or [0])[:WORDS:3])
 

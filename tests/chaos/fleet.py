@@ -34,18 +34,18 @@ OUTBOX_BYTES = 24 * 1024
 GPU_BLOCKS = 500
 CPU_BLOCKS = 120
 HYBRID_BLOCKS = 900
-"""Of a hybrid engine, for all groups."""
+"""Blocks of a hybrid engine, for all groups."""
 LARGE_BLOCKS = 12_000
-"""Blocks of a large engine: its snapshots need a grant."""
+"""Blocks of a large engine, whose snapshots need a grant."""
 NATS_PENDING_BYTES = 8 << 20
 """How much the server buffers for a slow connection; the default is 64 MiB."""
 RETIRE_AFTER_S = 8
-"""Of the indexers in scenarios, instead of a minute, so that no scenario has to wait for one."""
+"""Setting of the indexers in scenarios, instead of a minute, so that no scenario has to wait that long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What an engine runs: flags of the engine, and of its publisher."""
+    """A model: the flags of its engine and of its publisher."""
 
     engine_flags: tuple[str, ...]
     sidecar_flags: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ LARGE = Model(("--num-gpu-blocks", str(LARGE_BLOCKS), "--num-cpu-blocks", str(CP
 HYBRID = Model(
     ("--groups", "full,swa:40,mamba,chunked:128", "--num-gpu-blocks", str(HYBRID_BLOCKS)), ("--chunk-size", "128")
 )
-"""Its engines evict all the time, each group apart."""
+"""Its engines evict all the time, each group separately."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Worker:
     events: TcpProxy
     replay: TcpProxy
     nats: TcpProxy
-    """Its line to the first server of NATS."""
+    """Its line to the first NATS server."""
     state_dir: Path
     sidecar_arguments: Sequence[str]
 
@@ -102,7 +102,7 @@ class Fleet:
     """The store, or the first server of its cluster."""
     cluster: StoreCluster | None
     lines: list[TcpProxy]
-    """To servers of clusters, besides those of each process."""
+    """Lines to the servers of clusters, in addition to those of each process."""
     nats_client: Client
     store: Store
     workers: list[Worker]
@@ -121,12 +121,12 @@ class Fleet:
 
     @property
     def nats_server(self) -> EmbeddedServer:
-        """The first one."""
+        """The first NATS server."""
         return self.nats_servers[0]
 
     @property
     def servers(self) -> list[EmbeddedServer]:
-        """Of NATS and of the store."""
+        """The servers of NATS and of the store."""
         return [*self.nats_servers, *(self.cluster.nodes if self.cluster else [self.valkey])]
 
     @property
@@ -139,11 +139,11 @@ class Fleet:
             await self.load.fill(worker.worker_id, LARGE_BLOCKS * 9 // 10)
 
     async def export(self) -> dict[str, set[Residence]]:
-        """What `kvatlas export` prints, by worker."""
+        """The output of `kvatlas export`, by worker."""
         return residences_of_export((await query("export", "--redis-url", self.store_url)).splitlines())
 
     async def add_indexer(self, *layout: str) -> Indexer:
-        """One more replica, not started. `layout`: its flags, of another layout than the fleet's."""
+        """One more replica, not started. `layout`: flags for a layout other than the fleet's."""
         name = f"indexer-{len(self.indexers)}"
         nats, *more = await _nats_lines(self.stack, self.nats_servers, name)
         self.lines += more
@@ -175,7 +175,7 @@ class Fleet:
             indexer.redis.reset()
 
     async def switch_nats(self, server: EmbeddedServer) -> None:
-        """Connect all processes to this server instead."""
+        """Connect all processes to this NATS server instead."""
         self.nats_servers = [server]
         self.nats_client = self.checker.nats = await connect_nats(server.url, name="chaos")
         self.stack.push_async_callback(self.nats_client.close)
@@ -211,12 +211,13 @@ class Fleet:
                 child.resume()
             elif not child.is_running:
                 child.start()
-        for child in self.children:  # also one that the scenario had just started
+        for child in self.children:  # including one that the scenario has just started
             await child.ready()
         await until(self._are_awake, what="the engines are awake")
 
     async def _has_room(self) -> bool:
-        """Lift the store's memory limit, in a cluster on replicas too: one may become a primary. Did all answer?"""
+        """Lift the store's memory limit; in a cluster also on replicas, since one may become a primary. True if all servers
+        answered."""
         try:
             if self.cluster is None:
                 await self.store.client.config_set("maxmemory", 0)
@@ -228,7 +229,7 @@ class Fleet:
         return True
 
     async def _are_awake(self) -> bool:
-        """Wake the engines. Did they answer?"""
+        """Wake the engines. True if they answered."""
         try:
             async with http_client(timeout=2) as client:
                 for worker in self.workers:
@@ -238,7 +239,7 @@ class Fleet:
         return True
 
     async def empty_engine(self, worker: Worker) -> None:
-        """Reset its cache, so that its publisher knows all that it holds from now on."""
+        """Reset its cache, so that from now on its publisher knows everything that it holds."""
         async with http_client(timeout=5) as client:
 
             async def is_reset() -> bool:
@@ -258,7 +259,7 @@ class Fleet:
 
 
 def single_nats(folder: Path) -> AbstractAsyncContextManager[EmbeddedServer]:
-    """A NATS server with the fleet's users, that gives up slow connections early."""
+    """A NATS server with the fleet's users that gives up slow connections early."""
     return nats_server(data_dir=folder, config=f"max_pending: {NATS_PENDING_BYTES}\n{nats_config()}")
 
 
@@ -276,9 +277,9 @@ async def running_fleet(
     cluster: StoreCluster | None = None,
     tree: Path = ROOT,
 ) -> AsyncIterator[Fleet]:
-    """All parts answer, and the load is paused; nothing is left of it afterwards. `large`: how many of the engines, from the
-    first, are large; `hybrids`: how many, from the last, run a hybrid model. `nats`, `cluster`: running servers to
-    use; default: one of its own. `tree`: the checkout whose indexers and sidecars run."""
+    """A fleet whose parts all answer, with the load paused; afterwards nothing is left of it. `large`: number of engines, from
+    the first, that are large; `hybrids`: number, from the last, that run a hybrid model. `nats`, `cluster`: running servers to
+    use; default: new ones. `tree`: the checkout whose indexers and sidecars run."""
     async with AsyncExitStack() as stack:
         if not nats:
             nats = [await stack.enter_async_context(single_nats(folder / "nats"))]
@@ -341,7 +342,7 @@ async def running_fleet(
 
 
 async def _nats_lines(stack: AsyncExitStack, servers: Sequence[EmbeddedServer], name: str) -> list[TcpProxy]:
-    """A process' line to each server of NATS."""
+    """A process's lines, one to each NATS server."""
     return [await stack.enter_async_context(TcpProxy(server.port, f"{name} to NATS")) for server in servers]
 
 
@@ -358,7 +359,7 @@ async def _worker(
     urls: dict[str, str],
     model: Model,
 ) -> Worker:
-    """`lines` gets those to all servers of NATS but the first."""
+    """`lines` gets the lines to all NATS servers but the first."""
     http, events_port, replay_port = free_port(), free_port(), free_port()
     urls[worker_id] = f"http://{LOOPBACK}:{http}"
     arguments = [

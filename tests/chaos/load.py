@@ -1,4 +1,4 @@
-"""Requests to the engines, so that their caches are always in motion: shared prefixes, branches, evictions, two tiers."""
+"""Sends requests to the engines, so that their caches change all the time: shared prefixes, branches, evictions, two tiers."""
 
 import random
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from tests.eventually import until
 from tests.http_client import http_client
 
 REQUESTS_PER_S = 25.0
-"""To each engine: faults are tested here, not speed."""
+"""Rate for each engine: faults are tested here, not speed."""
 VOCABULARY = 50_000
 BLOCK = 16
 FILL_BLOCKS = 500
 
 
 class Load:
-    """`run` in a task group; it begins paused. An engine that does not answer is skipped."""
+    """Call `run` in a task group; the load is paused at first. An engine that does not answer is skipped."""
 
     def __init__(self, engines: Mapping[str, str], adapters: tuple[str | None, ...], seed: int) -> None:
         """`engines`: base URL by worker id."""
@@ -30,7 +30,7 @@ class Load:
         self.answered = dict.fromkeys(engines, 0)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send requests until cancelled."""
         async with http_client(timeout=3) as client, anyio.create_task_group() as tasks:
             for worker_id in self._engines:
                 tasks.start_soon(self._drive, client, worker_id)

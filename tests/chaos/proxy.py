@@ -12,13 +12,13 @@ MOST_ON_THE_WAY = 256
 class TcpProxy:
     """Listens on a free loopback port and forwards to `target_port`.
 
-    `cut`: every connection is reset and new ones are too. `stall`: connections stay open, and new ones are accepted, but
-    no byte gets through either way (half-open). `delay_s`: every piece arrives this much later, as over a long line. `heal`
-    ends all of it.
+    `cut`: every connection is reset, including new ones. `stall`: connections stay open, and new ones are accepted, but no
+    byte gets through either way (half-open). `delay_s`: every piece arrives this much later, as over a long line. `heal` ends
+    all of this.
     """
 
     def __init__(self, target_port: int, name: str) -> None:
-        """`name`: of the connection, for reports."""
+        """`name`: the connection's, for reports."""
         self.name = name
         self.target_port = target_port
         self._server: asyncio.Server | None = None

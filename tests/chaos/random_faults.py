@@ -1,4 +1,4 @@
-"""The long form: rounds of random faults, several at once, for a given time; each round must end exact."""
+"""The long form: rounds of random faults, several at once, for a given time; after each round the index must be exact."""
 
 import random
 import shutil
@@ -66,7 +66,7 @@ async def stop_child(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def change_version(fleet: Fleet, rng: random.Random) -> str:
-    """Stop an indexer or a sidecar; what is started again is another version of it."""
+    """Stop an indexer or a sidecar, and start another version of it."""
     child = rng.choice([worker.sidecar for worker in fleet.workers] + [indexer.child for indexer in fleet.indexers])
     if not child.is_running or child.paused:
         return ""
@@ -252,7 +252,7 @@ FAULTS: dict[Fault, float] = {
 }
 """Relative frequency of each."""
 UPGRADES: dict[Fault, float] = {change_version: 4}
-"""Of a fleet that runs in two versions."""
+"""Faults of a fleet that runs in two versions."""
 
 
 async def run_random_faults(
@@ -263,8 +263,8 @@ async def run_random_faults(
     log: Callable[[str], None],
     outcomes: list[Outcome],
 ) -> None:
-    """Rounds of these faults until the time is over, each added to `outcomes`. Raises AssertionError for a round that does not
-    end exact."""
+    """Run rounds of these faults until the time is up, adding each to `outcomes`. Raises AssertionError if the index is not
+    exact after a round."""
     rng = random.Random(seed)
     ends_s = monotonic() + seconds
     while not outcomes or monotonic() < ends_s:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PROPERTY = "chaos outcome"
-"""Of a test's result: its outcome, as a dictionary."""
+"""Property of a test's result: its outcome, as a dictionary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Outcome:
     wrong: int
     missing: int
     times_s: Mapping[str, float] = field(default_factory=dict)
-    """Other times that were measured, by description."""
+    """Other measured times, by description."""
 
 
 def as_text(outcomes: Sequence[Outcome]) -> str:

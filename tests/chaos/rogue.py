@@ -1,4 +1,4 @@
-"""A publisher with credentials of its own, for one worker, that does all that it can to the others of its fleet."""
+"""A publisher with its own credentials, for one worker, that does everything it can to harm the others of its fleet."""
 
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -21,17 +21,17 @@ from tests.fuzz.borders import heartbeat_of, message_of
 from tests.fuzz.values import pack, packed
 
 FLOOD = 50
-"""Heartbeats, and requests for grants, of each round."""
+"""Number of heartbeats and of grant requests in each round."""
 CLEARED = 20_000
-"""Events of one message."""
+"""Number of events in one message."""
 PAUSE_S = 0.02
 MAX_SNAPSHOT = 1 << 40
 BEGIN, END, CLEARED_EVENT = [4], [6, 0, [0] * 15], [3]
 
 
 class RoguePublisher:
-    """Speaks for the victims on their subjects and on its own, floods, and sends extreme values. `refused`: what NATS refused
-    it. Its own worker stays without blocks: what it stores is in a tenant that is not its own."""
+    """Speaks for the victims on their subjects and on its own, floods, and sends extreme values. `refused`: what NATS refused.
+    Its own worker stays without blocks, because it stores them in a tenant that is not its own."""
 
     def __init__(self, client: Client, victims: Sequence[str], rng: random.Random, refused: set[str]) -> None:
         self.refused = refused
@@ -41,7 +41,7 @@ class RoguePublisher:
         self._rng = rng
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Attack until cancelled."""
         for victim in self._victims:
             await self._client.subscribe(control_subject(victim), cb=self._answer_falsely)
         while True:
@@ -88,7 +88,7 @@ def _emptied(worker_id: str) -> list[Any]:
 
 
 def _beat(worker_id: str, lead_ms: int = 0) -> dict[str, Any]:
-    """Of an engine that is down, with messages that nobody has."""
+    """A heartbeat of an engine that is down, which reports messages that do not exist."""
     beat = heartbeat_of(worker_id)
     incarnation = (time_ns() // 1_000_000 + lead_ms) << RANDOM_BITS
     return {**beat, "incarnation": incarnation, "endpoint": {**beat["endpoint"], "tenant_id": ROGUE}}

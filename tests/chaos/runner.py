@@ -7,7 +7,7 @@ from tests.chaos.scenario_run import ScenarioRun
 from tests.chaos.scenarios import SCENARIOS
 
 SCRUB_ARGUMENTS = ("--scrub-period-s", "3")
-"""So that damaged blocks are found soon."""
+"""With these, damaged blocks are found soon."""
 INDEXER_ARGUMENTS = ("--retire-after-s", str(RETIRE_AFTER_S), *SCRUB_ARGUMENTS)
 
 

@@ -20,7 +20,7 @@ class ScenarioRun:
         self.name = name
         self.faults: list[str] = []
         self.under_reporting: set[str] = set()
-        """Workers that may hold more than their publishers can know."""
+        """Workers that may hold more than their publishers can know about."""
         self.times_s: dict[str, float] = {}
         """Times that the scenario has measured, by description."""
         self._events_before = 0
@@ -39,7 +39,7 @@ class ScenarioRun:
         self._healed_s = monotonic()
 
     def mark_healed(self) -> None:
-        """The time until exact counts from here."""
+        """Start measuring the time until the index is exact."""
         self._healed_s = monotonic()
 
     async def wait_for_answers(self, answers: int = 10, workers: Iterable[Worker] | None = None) -> None:
@@ -119,7 +119,7 @@ class ScenarioRun:
         await until(is_exact, deadline_s=EXACT_S, what=f"{self.name}: the index is repaired")
 
     async def assert_never_empty(self, worker: Worker) -> None:
-        """Until cancelled. Raises AssertionError if the worker's blocks vanish from the index."""
+        """Watch until cancelled. Raises AssertionError if the worker's blocks vanish from the index."""
         while True:
             blocks = await self.fleet.checker.resident_blocks(worker.worker_id)
             assert blocks, f"{self.name}: the blocks of {worker.worker_id} vanished from the index"

@@ -33,7 +33,7 @@ SHORT = (
 
 
 INDEXER_ARGUMENTS = ("--retire-after-s", "30", *SCRUB_ARGUMENTS)
-"""None of these scenarios is about retiring: on a busy machine a sidecar may take long to start."""
+"""None of these scenarios is about retiring, and a sidecar may take long to start on a busy machine."""
 
 
 @pytest.fixture(scope="module")

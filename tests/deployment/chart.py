@@ -38,7 +38,7 @@ MATRIX = [
 
 
 def matrix() -> list[list[str]]:
-    """Every pair of the matrix' switches, and all of them."""
+    """Every pair of the matrix's switches, and all of them together."""
     pairs = [list(pair) for pair in itertools.combinations(MATRIX, 2)]
     return [["--set", ",".join(chosen)] for chosen in [*pairs, MATRIX]]
 
@@ -62,7 +62,7 @@ def with_values(tmp_path: Path, values: dict[str, Any], *flags: str, release: st
 
 
 def comparable(value: Any) -> Any:
-    """Without what each tool adds of its own, and without what says nothing: nulls, empty maps."""
+    """The value without what each tool adds, and without what means nothing: nulls, empty maps."""
     if isinstance(value, dict):
         ignored = {*OWN_LABELS, "namespace", "imagePullPolicy"}
         kept = {key: comparable(one) for key, one in value.items() if key not in ignored}

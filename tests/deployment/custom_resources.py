@@ -1,5 +1,5 @@
 """Models made from the definitions of custom resources. cloudcoil's take seconds to build, and every process of a test run
-collects all tests: so they are imported when they are first used."""
+collects all tests, so they are imported on first use."""
 
 from functools import cache
 from importlib import import_module
@@ -20,7 +20,7 @@ CLOUDCOIL = {
 
 @cache
 def model_of(kind: str) -> type[BaseModel] | None:
-    """None for a kind of Kubernetes itself."""
+    """The model of a kind; None for Kubernetes' own kinds."""
     module = import_module(f"cloudcoil.models.{CLOUDCOIL[kind]}") if kind in CLOUDCOIL else gateway_resources
     found: type[BaseModel] | None = getattr(module, kind, None)
     return found

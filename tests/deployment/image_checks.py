@@ -1,5 +1,5 @@
-"""`make image-test`: really built images, each command run as a pod runs it. Not part of `make test`: it needs root, buildah,
-runc and debootstrap (Debian's packages of these names) and takes minutes.
+"""`make image-test`: images are really built, and each command is run as in a pod. Not part of `make test`: it needs root,
+buildah, runc and debootstrap (Debian's packages of these names) and takes minutes.
 
 No registry of images is needed: a Debian made by debootstrap stands for the base that the Dockerfile pins.
 """
@@ -32,7 +32,7 @@ BASE = "localhost/kvatlas-test-base"
 IMAGES = ["kvatlas", "kvatlas-sidecar", "kvatlas-simulator"]
 MOST_OVER_BASE_MIB = {"kvatlas-sidecar": 95, "kvatlas": 180, "kvatlas-simulator": 250}
 MEMORY_LIMIT = 512 << 20
-"""The least that a manifest gives a container of ours."""
+"""The smallest limit that a manifest sets for a container of ours."""
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(1800)
@@ -45,7 +45,7 @@ def output(*words: str, **variables: str) -> str:
 
 
 def make_base() -> None:
-    """A Debian with Python, and with this machine's own way to the package index."""
+    """Make a Debian with Python, and with this machine's access to the package index."""
     if subprocess.run(["buildah", "inspect", "--type=image", BASE], capture_output=True, check=False).returncode == 0:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def make_base() -> None:
         )
         for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
             shutil.rmtree(root / waste)
-        shutil.rmtree(root / "etc/ssl/certs")  # its links lead to files of this machine
+        shutil.rmtree(root / "etc/ssl/certs")  # its links point to files of this machine
         shutil.copytree("/etc/ssl/certs", root / "etc/ssl/certs", ignore_dangling_symlinks=True)
         if Path("/etc/pip.conf").exists():
             shutil.copy("/etc/pip.conf", root / "etc/pip.conf")
@@ -107,7 +107,7 @@ def size_of(root: Path) -> int:
 
 @dataclass(slots=True)
 class Container:
-    """A command in an image: read-only root, no capabilities, no way to more, no root; on this machine's loopback."""
+    """A command in an image: read-only root, no capabilities or way to gain any, not as root; on this machine's loopback."""
 
     image: Image
     words: Sequence[str]
@@ -167,7 +167,7 @@ class Container:
 
     @contextlib.contextmanager
     def serving(self, ready: str) -> Iterator["Container"]:
-        """From the line that has `ready`, to a clean end on SIGTERM."""
+        """Run it from the line that contains `ready` to a clean end on SIGTERM."""
         with self.started() as process:
             assert process.stdout is not None
             said = []

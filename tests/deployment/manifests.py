@@ -1,4 +1,4 @@
-"""Reads what is deployed: compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
+"""Reads the deployed compose services and Kubernetes containers that run kvatlas, as commands with their settings."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from tests.deployment.tools import ROOT, kustomized
 
 OVERLAYS = [ROOT / "k8s" / name for name in ("base", "development")]
 KSERVE = ROOT / "k8s/engines/kserve"
-"""Its controller makes the pods."""
+"""KServe's controller makes the pods."""
 ENGINES = sorted(
     path.parent
     for path in (ROOT / "k8s/engines").rglob("kustomization.yaml")
@@ -22,7 +22,7 @@ ENGINES = sorted(
 )
 GATEWAYS = sorted(path.parent for path in (ROOT / "k8s/gateway").rglob("kustomization.yaml"))
 KUSTOMIZATIONS = [*OVERLAYS, *ENGINES, KSERVE, *GATEWAYS]
-"""All that can be applied; the others are their parts."""
+"""All kustomizations that can be applied; the others are parts of them."""
 
 Object = Mapping[str, Any]
 
@@ -32,12 +32,12 @@ FROM_POD = {
     "spec.nodeName": "node-1.example",
     "status.podIP": "10.1.2.3",
 }
-"""What a pod's fields may look like."""
+"""Possible values of a pod's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """One container that runs kvatlas. `words` and `variables` are as the process will see them."""
+    """One container that runs kvatlas. `words` and `variables`: as its process will see them."""
 
     where: str
     words: list[str]
@@ -70,7 +70,7 @@ PLACES = [COMPOSE, *KUSTOMIZATIONS]
 
 @cache
 def deployed_in(place: Path) -> Sequence[Deployed]:
-    """Every container of ours, by compose or by a kustomization."""
+    """Every container of ours, from compose or a kustomization."""
     return list(_composed() if place == COMPOSE else _in_pods(place))
 
 
@@ -137,5 +137,5 @@ def _variables(container: Object, known: Mapping[str, Mapping[str, str]]) -> dic
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """As the kubelet does: $(NAME) of a variable that stands before it."""
+    """Expand $(NAME) of earlier variables, as the kubelet does."""
     return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)

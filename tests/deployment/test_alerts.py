@@ -1,4 +1,4 @@
-"""Prometheus' rules: each alert fires by what it is for, and none in a healthy hour. `promtool` evaluates them."""
+"""Prometheus' rules: each alert fires for its cause, and none in a healthy hour. `promtool` evaluates them."""
 
 import json
 import re
@@ -79,7 +79,7 @@ HEALTHY = {
     'kvatlas_gateway_picks_total{by="prompt"}': "0+600x90",
     'kvatlas_gateway_picks_total{by="refused"}': "0+1x90",
 }
-"""A value a minute, for an hour and a half."""
+"""One value per minute, for an hour and a half."""
 
 CAUSES: Mapping[str, Mapping[str, str | None]] = {
     "KvatlasNoIndexer": {"kvatlas_indexer_partitions_owned": None},
@@ -130,19 +130,19 @@ CAUSES: Mapping[str, Mapping[str, str | None]] = {
     "KvatlasTokenIdsMissing": {'kvatlas_tokens_requests_total{outcome="late"}': "0+100x90"},
     "KvatlasPickerRefuses": {'kvatlas_gateway_picks_total{by="refused"}': "0+60x90"},
 }
-"""What is otherwise than in the healthy hour; None: it is missing."""
+"""The differences from the healthy hour; None: the series is missing."""
 
 _ALL_GONE = {'kvatlas_indexer_workers{liveness="alive"}': "0x90", "kvatlas_indexer_workers_missing": "4x90"}
-"""No request finds out: routers without workers are not ready, so that none reaches them."""
+"""No request shows this: routers without workers are not ready, so none reaches them."""
 
 _LE = {
     "KvatlasIndexLate": 'kvatlas_indexer_lag_seconds_bucket{le="8.0"}',
     "KvatlasDecisionsSlow": 'kvatlas_router_decision_duration_seconds_bucket{le="0.125"}',
 }
-"""The bucket that the values of a histogram are in instead."""
+"""The bucket that a histogram's values are in instead."""
 
 SERIES = sorted({*HEALTHY, *_LE.values(), *(series for changes in CAUSES.values() for series in changes)})
-"""All that the rules are tried with; tests/end_to_end/test_observability.py finds each on a running fleet."""
+"""All series that the rules are tested with; tests/end_to_end/test_observability.py finds each one on a running fleet."""
 
 
 def series_of(changes: Mapping[str, str | None]) -> list[dict[str, str]]:
@@ -168,13 +168,13 @@ def test_each_alert_fires_by_its_cause_and_alone_and_none_in_a_healthy_hour(tmp_
         more = {} if alert not in _LE else {_LE[alert]: "0+600x90"}
         tests.append(_unit_test({**changes, **more}, alert))
     file = tmp_path / "alerts_test.yaml"
-    # every second minute, as an hour of each alert costs 0.3 s of processor time at one evaluation a minute
+    # every second minute, because an hour of each alert takes 0.3 s of CPU time at one evaluation a minute
     file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "evaluation_interval": "2m", "tests": tests}))
     promtool("test", "rules", str(file))
 
 
 def _unit_test(changes: Mapping[str, str | None], *fires: str) -> dict[str, Any]:
-    """Which alerts fire after an hour: only these. What they say is not the test's business."""
+    """A test that only these alerts fire after an hour; their texts are not tested."""
     firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
     samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in fires]
     return {
@@ -198,12 +198,12 @@ def test_every_alert_has_a_section_in_the_runbook_and_the_runbook_no_other() -> 
 
 
 def names_in(expr: str) -> set[str]:
-    """Find names of metrics, as Prometheus has them."""
+    """The names of metrics in an expression, as Prometheus spells them."""
     return set(re.findall(r"\b((?:kvatlas|gen_ai|db_client|http_server|messaging)_\w+)", expr))
 
 
 def selectors_in(expr: str) -> set[str]:
-    """Metrics with what is asked of their labels."""
+    """The metrics in an expression, with their label selectors."""
     return {
         found[0]
         for found in re.finditer(r"\b(?:kvatlas|gen_ai|db_client|http_server|messaging)_\w+(?:\{[^}]*\})?", expr)
@@ -211,7 +211,7 @@ def selectors_in(expr: str) -> set[str]:
 
 
 def exported_names() -> set[str]:
-    """Prometheus' names of every instrument."""
+    """The names of every instrument in Prometheus."""
     found: set[str] = set()
     for instrument in {series.instrument for group in INSTRUMENTS.values() for series in group.values()}:
         name = instrument.name.replace(".", "_")

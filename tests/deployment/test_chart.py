@@ -1,4 +1,4 @@
-"""The chart renders the development overlay by default, follows an upgrade, and refuses values that can't be."""
+"""The chart renders the development overlay by default, follows an upgrade, and refuses impossible values."""
 
 import hashlib
 import json
@@ -174,7 +174,7 @@ SELECTORS = {
     "Deployment kvatlas-valkey": "kvatlas-valkey",
     "Deployment kvatlas-engine": "kvatlas-engine",
 }
-"""Those of version 0.1.0: Kubernetes refuses a Deployment whose selector changes."""
+"""The selectors are those of version 0.1.0: Kubernetes refuses a Deployment whose selector changes."""
 
 
 def test_an_upgrade_keeps_names_and_selectors() -> None:

@@ -1,4 +1,4 @@
-"""What other charts let a platform team set, and where this chart has it.
+"""The settings that other charts offer a platform team, and where this chart has them.
 
 The others: llm-d (charts/llm-d-modelservice, April 2026), production-stack (the router of its helm chart, August 2026), nats
 (helm/charts/nats 2.14.2) and valkey (0.11). Fields of engines, disks and servers, which this chart does not run, are left out.
@@ -13,7 +13,7 @@ import yaml
 from tests.deployment.chart import CHART, by_name, pod_of, with_values
 
 FEATURES = [
-    # feature, value of this chart, who has it too
+    # feature, value of this chart, other charts that have it
     ("names", "fullnameOverride", "llm-d, nats, valkey"),
     ("labels and annotations of every object", "commonLabels", "nats, valkey"),
     ("registry, tag, digest, pull policy of images", "image.digests", "production-stack, nats, valkey"),

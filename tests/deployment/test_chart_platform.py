@@ -1,4 +1,4 @@
-"""What a platform team sets: workloads, services, autoscaling."""
+"""The settings of a platform team: workloads, services, autoscaling."""
 
 from pathlib import Path
 from typing import Any

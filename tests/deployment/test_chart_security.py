@@ -1,4 +1,4 @@
-"""What the chart promises of security: certificates, tokens, permissions in Kubernetes, network policies."""
+"""The chart's promises about security: certificates, tokens, permissions in Kubernetes, network policies."""
 
 from pathlib import Path
 

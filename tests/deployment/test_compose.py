@@ -1,4 +1,4 @@
-"""The compose file is Compose's, strictly, fits together, and keeps its limits."""
+"""The compose file is strictly valid and consistent, and keeps its limits."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def variables() -> dict[str, str]:
 
 
 def expanded(value: Any) -> Any:
-    """With the variables of .env."""
+    """The value with the variables of .env expanded."""
     if isinstance(value, dict):
         return {key: expanded(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Each command of docs/kubernetes.md, and of docs/gateway.md for Kubernetes, as far as it can be tried without a cluster."""
+"""Runs each command of docs/kubernetes.md, and of docs/gateway.md for Kubernetes, as far as possible without a cluster."""
 
 import json
 import re
@@ -25,7 +25,7 @@ BLOCKS = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, r
 LINES = [line for block in BLOCKS for line in block]
 GATEWAY_LINES = re.findall(r"^(?:kubectl|helm) .*$", (ROOT / "docs/gateway.md").read_text(), re.MULTILINE)
 FLEET = [*rendered(), *rendered(*PRODUCTION)]
-"""What the chart installs, in both ways."""
+"""The objects that the chart installs, in both ways."""
 IMAGES = ["kvatlas", "kvatlas-sidecar", "kvatlas-simulator"]
 
 
@@ -40,7 +40,7 @@ def make(words: list[str]) -> None:
 
 
 def helm(words: list[str]) -> None:
-    if "k8s/servers" in words:  # what it depends on is not here
+    if "k8s/servers" in words:  # its dependencies are not here
         assert (ROOT / "k8s/servers/Chart.lock").exists()
         return
     assert words[1] == "install"
@@ -59,7 +59,7 @@ def kubectl(words: list[str]) -> None:
         case ["create", "namespace", _]:
             assert run("kubectl", *words, "--dry-run=client", "--output=name")
         case ["apply", "--kustomize", "."]:
-            pass  # the overlay of the page: see below
+            pass  # the page's own overlay, see below
         case ["apply", "--kustomize", folder]:
             assert kustomized(ROOT / folder)
         case ["rollout", "status", what, "--timeout", _]:

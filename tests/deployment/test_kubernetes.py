@@ -1,4 +1,4 @@
-"""What Kustomize renders is Kubernetes', strictly, fits together, and is safe."""
+"""Kustomize's output is strictly valid, consistent and safe."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ CHARTS: dict[str, list[str]] = {
     "everything": ["--set", EVERYTHING],
     **{f"{size} engines": production(size) for size in SIZES},
 }
-"""Values, by what they are."""
+"""Values, by kind."""
 
 
 def validate(document: Object) -> None:
@@ -63,7 +63,7 @@ def _validate(text: str) -> None:
 
 
 def selected(selector: Any, labels: Any) -> bool:
-    """Does a label selector take an object with these labels?"""
+    """True if the label selector matches these labels."""
     expressions = selector.get("matchExpressions", ())
     assert all(one["operator"] == "In" for one in expressions)
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
@@ -126,7 +126,7 @@ def test_an_engine_gets_a_native_sidecar_and_stays_as_it_was(folder: Path) -> No
                 "lifecycle": None,
                 "image": None,
             }
-            # what runs may end after the sidecar said that the worker drains, and before Kubernetes kills the pod
+            # running requests have time to end after the sidecar reports draining, before Kubernetes kills the pod
             assert 5 <= patched["lifecycle"]["preStop"]["sleep"]["seconds"] < pod["terminationGracePeriodSeconds"]
         assert "startupProbe" not in sidecar and "readinessProbe" not in sidecar, (
             "an engine never waits for its sidecar"
@@ -140,7 +140,7 @@ def test_containers_run_without_privileges_and_within_limits(folder: Path) -> No
     for one, pod in pods(kustomized(folder)):
         for container in containers(pod):
             if folder in ENGINES and not is_ours(container):
-                continue  # an engine is somebody else's
+                continue  # engines are not ours
             context = {**pod.get("securityContext", {}), **container["securityContext"]}
             assert context["runAsNonRoot"] is True and context["readOnlyRootFilesystem"] is True, label_of(one)
             assert context["allowPrivilegeEscalation"] is False and context["capabilities"] == {"drop": ["ALL"]}
@@ -222,7 +222,7 @@ def test_a_policy_opens_only_ports_that_are_listened_on() -> None:
     policies = {one["metadata"]["name"]: one["spec"] for one in found if one["kind"] == "NetworkPolicy"}
     for one, pod in pods(found):
         if one["metadata"]["name"] in ("kvatlas-engine", "kvatlas-collector"):
-            continue  # engines are somebody else's; a collector is only scraped
+            continue  # engines are not ours, and a collector is only scraped
         own = one["spec"]["template"]["metadata"]["labels"]
         (policy,) = [spec for spec in policies.values() if selected(spec["podSelector"], own)]
         listened = {port["containerPort"] for container in containers(pod) for port in container.get("ports", ())}

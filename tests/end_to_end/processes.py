@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process' environment without the variables of kvatlas and telemetry; with `variables`. Routers and pickers end at
-    once when they are stopped: no load balancer has to notice it. Their decisions wait for the store, however busy the machine
-    is."""
+    """This process's environment, without the variables of kvatlas and telemetry, and with `variables`. Routers and pickers
+    end at once when stopped, since no load balancer has to notice. Their decisions wait for the store, however busy the
+    machine is."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVATLAS_", "OTEL_"))}
     patient = {"KVATLAS_DECISION_DEADLINE_MS": "60000", "KVATLAS_PICK_DEADLINE_MS": "60000"}
     return {**clean, "PYTHONPATH": str(ROOT), "KVATLAS_DRAIN_S": "0", **patient, **variables}
 
 
 async def check_out(revision: str, folder: Path) -> Path:
-    """Another version of this repository, in a new folder. Raises AssertionError for an unknown one."""
+    """Check out a version of this repository into a new folder. Raises AssertionError for an unknown version."""
     folder.mkdir()
     git = ("git", "-C", str(ROOT), "archive", "--output", str(folder / "archive.tar"), revision)
     process = await asyncio.create_subprocess_exec(*git)
@@ -45,8 +45,8 @@ def kvatlas_command(*words: str) -> list[str]:
 async def service(
     *args: str, ready: str, cwd: Path, variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command that runs until it is stopped, from the moment that a line of its stderr contains `ready`. `variables`: more
-    of its environment."""
+    """A command that runs until it is stopped; yielded once a line of its stderr contains `ready`. `variables`: additional
+    environment variables."""
     process = await asyncio.create_subprocess_exec(
         *kvatlas_command(*args),
         stderr=asyncio.subprocess.PIPE,
@@ -73,7 +73,7 @@ async def service(
 
 
 async def line_with(text: str, stream: asyncio.StreamReader | None, deadline_s: float = 60.0) -> str:
-    """The next line that has this text; others may come before it."""
+    """The next line that contains this text; other lines may come before it."""
     assert stream is not None
     with anyio.fail_after(deadline_s):
         while line := (await stream.readline()).decode():

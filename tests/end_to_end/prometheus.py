@@ -13,7 +13,7 @@ from tests.http_client import trusted
 
 
 class Prometheus(ServerProcess):
-    """Scrapes these ports each second, and evaluates the rules."""
+    """Scrapes these ports every second, and evaluates the rules."""
 
     name = "prometheus"
 

@@ -1,4 +1,4 @@
-"""One worker's publisher without sockets, before an index."""
+"""One worker's publisher without sockets, connected directly to an index."""
 
 from kvatlas.bus import wire
 from kvatlas.bus.partition_batch import PartitionBatch
@@ -16,7 +16,7 @@ from tests.router_client.pools import CountingFleet
 
 
 class SocketlessWorker:
-    """What it publishes is applied to the index at once."""
+    """A worker whose messages are applied to the index at once."""
 
     def __init__(self, settings: PublisherSettings, index: ResidencyIndex) -> None:
         self.settings = settings
@@ -51,7 +51,7 @@ class SocketlessWorker:
             assert (result.applied, result.failed_checks) == (len(messages), 0)
 
     async def check(self) -> None:
-        """The index has what the ledger has published."""
+        """Check that the index has what the ledger has published."""
         self.changelog.checkpoint(self._now_us)
         await self.send()
         [record] = await self.index.records(0)
@@ -59,7 +59,7 @@ class SocketlessWorker:
         assert await self.index.digest(self.settings.worker_id) == self.ledger.digest_words
 
     async def usable_tokens(self, prompt: Prompt) -> int:
-        """What a router finds: how many of the prompt's tokens this worker's engine would reuse."""
+        """The number of the prompt's tokens that this worker's engine would reuse, as a router finds it."""
         if not self.ledger.block_size:
             return 0
         async with RouterClient(self.index, CountingFleet({self.settings.worker_id: self.record})) as router:

@@ -1,5 +1,5 @@
-"""An engine whose blocks take other bytes in host memory: each size counts where it belongs, from the engine's events to the
-price of a choice. The events are those of a recorded SGLang with a host tier, in the open form, which has sizes."""
+"""An engine whose blocks have a different size in host memory: each size is used where it belongs, from the engine's events to
+the price of a choice. The events are those of a recorded SGLang with a host tier, in the open form, which has sizes."""
 
 import json
 from collections import Counter
@@ -47,8 +47,8 @@ def open_event(event: EngineEvent) -> dict[str, Any]:
 
 
 def recorded_lines() -> tuple[bytes, list[int], int]:
-    """The recording's batches, one a line, without other tenants' prompts; the tokens of a prompt that ends with blocks in
-    host memory alone, and how many these blocks are."""
+    """The recording's batches, one per line, without other tenants' prompts; the tokens of a prompt that ends with blocks in
+    host memory alone; and the number of these blocks."""
     head, payloads = recording("sglang-0.5.23-host")
     held: dict[Tier, set[object]] = {tier: set() for tier in SIZES}
     chains: dict[object, tuple[list[object], list[int]]] = {}
@@ -94,7 +94,7 @@ async def test_export_sums_heartbeats_and_prices_have_each_tiers_own_size(
             return Counter((line["tier"], line["bytes"]) for line in map(json.loads, lines))
 
         async def all_is_known() -> bool:
-            """The load comes last; then the index has as many blocks as the publisher counts."""
+            """The load comes last; by then the index has as many blocks as the publisher counts."""
             worker = (await router.workers(SCOPE)).get("w")
             if worker is None or worker.load is None or not worker.load.cpu_used_bytes:
                 return False

@@ -19,7 +19,7 @@ from tests.simulator.running_engine import running_engine
 pytestmark = pytest.mark.anyio
 
 PROMPT = [*range(1_000, 1_385)]
-"""12 steps of 8 blocks of 4 tokens, and one token more."""
+"""12 steps of 8 blocks of 4 tokens, plus one token."""
 BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
 
 

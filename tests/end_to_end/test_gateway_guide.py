@@ -1,4 +1,4 @@
-"""The commands of docs/gateway.md's first section, one after another, on free ports, with a real Envoy."""
+"""Runs the commands in the first section of docs/gateway.md, one after another, on free ports, with a real Envoy."""
 
 import re
 import shlex
@@ -43,13 +43,13 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
         log, said = tmp_path / "envoy.log", ""
 
         async def is_routed(url: str, body: str, kind: str) -> bool:
-            """By its prompt, as the page says."""
+            """True if the request is routed by its prompt, as the page says."""
             nonlocal said
             assert all(process.poll() is None for process in started), f"Envoy ended: {log.read_text()}"
             try:
                 answer = await client.post(url, content=body, headers={"Content-Type": kind})
             except httpx.TransportError as error:
-                said = repr(error)  # Envoy starts
+                said = repr(error)  # Envoy is still starting
                 return False
             decision = answer.headers.get("x-kvatlas-decision", "")
             said = f"{answer.status_code} {decision} {answer.text}"
@@ -58,7 +58,7 @@ async def test_the_first_commands_lead_to_an_answer_through_envoy(tmp_path: Path
         for line in lines:
             match shlex.split(freed(line)):
                 case ["python3", "-m", "venv", *_] | ["pip", "install", *_]:
-                    pass  # this environment is one
+                    pass  # this environment already is one
                 case ["kvatlas", command, *flags]:
                     if command == "up":
                         servers = ["--redis-url", f"redis://127.0.0.1:{flags[flags.index('--redis-port') + 1]}/0"]

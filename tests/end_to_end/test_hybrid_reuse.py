@@ -1,5 +1,5 @@
-"""What vLLM 0.33's own KV cache manager reused of each prompt of its recordings is what a router finds usable, from the
-engine's bytes through ledger, wire and store."""
+"""A router finds usable what vLLM 0.33's own KV cache manager reused of each recorded prompt, from the engine's bytes through
+ledger, wire and store."""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -34,12 +34,12 @@ from tests.publishers.sidecars import sidecar
 pytestmark = pytest.mark.anyio
 
 CHECKED = 10
-"""Every so many prompts the index walks all blocks, and reports what differs from its probes."""
+"""Interval, in prompts, at which the index walks all blocks and reports differences from its probes."""
 
 
 UNDER_PREDICTED = {"skip-reading": 17}
-"""Prompts of a recording for which less is found than its engine reused. Many requests of this one compute again what is held:
-after an eviction it is not known that a second copy is left (docs/engines.md)."""
+"""Number of prompts of a recording for which less is found than its engine reused. Many of these requests compute held blocks
+again, so after an eviction it is not known that a second copy is left (docs/engines.md)."""
 
 
 def prompt_of(ask: Ask, model: str) -> Prompt:
@@ -49,7 +49,7 @@ def prompt_of(ask: Ask, model: str) -> Prompt:
 
 @dataclass
 class RecordedEngine:
-    """One recording's engine with its real sockets, and the sidecar beside it."""
+    """One recording's engine with its real sockets, and its sidecar."""
 
     recording: HybridRecording
     engine: FakeEngine
@@ -62,7 +62,7 @@ class RecordedEngine:
         return self.recording.name
 
     async def play(self, router: RouterClient, index: ResidencyIndex) -> None:
-        """Send what the engine sent, and ask the router for each prompt when it can know all that came before."""
+        """Send what the engine sent, and ask the router about each prompt once it can know everything that came before."""
         known: EngineEndpoint | None = None
         for step in self.recording.steps:
             if isinstance(step, Batch):
@@ -87,7 +87,7 @@ class RecordedEngine:
         assert await index.digest(self.name) == self.publisher.ledger.digest_words
 
     async def _arrive(self, index: ResidencyIndex) -> None:
-        """Wait until all that was sent is in the index."""
+        """Wait until everything sent is in the index."""
         await until(self._has_recorded_all, deadline_s=60, what="all batches recorded")
         await self.publisher.flush()
         await until(partial(self._is_applied, index), deadline_s=60, what="the index has all")
@@ -119,7 +119,7 @@ class RecordedEngine:
 async def test_over_zmq_nats_and_an_indexer_a_router_finds_usable_what_the_engines_reuse(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
-    """All engines at once, each prompt of each recording."""
+    """With all engines at once, and each prompt of each recording."""
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service("indexer", *servers, ready="is ready", cwd=tmp_path))

@@ -1,4 +1,4 @@
-"""The commands of docs/index-server.md, one after another, on free ports."""
+"""Runs the commands of docs/index-server.md, one after another, on free ports."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Every query of the dashboards and rules, on a real Prometheus that scrapes a small fleet while it serves requests."""
+"""Runs every query of the dashboards and rules on a real Prometheus that scrapes a small fleet while it serves requests."""
 
 import math
 import shutil
@@ -33,16 +33,16 @@ OF_A_SLOW_MACHINE = {
     "KvatlasIndexLate",
     "KvatlasTokenIdsMissing",
 }
-"""Alerts about times, which say nothing where tests run; the others hold anywhere."""
+"""Alerts about times, which mean nothing where tests run; the others hold anywhere."""
 OF_CERTIFICATES = "kvatlas_process_certificate_seconds"
-"""Only a process with certificates has it: `python -m tests.alerts certificate_expires`."""
+"""Only processes with certificates export this metric: `python -m tests.alerts certificate_expires`."""
 WINDOW = "30s"
-"""Stands for Grafana's rate interval."""
+"""Replaces Grafana's rate interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapedFleet:
-    """A router's URL, its servers' URLs, and the ports of three processes' metrics: servers with indexer and publishers,
+    """A router's URL, its servers' URLs, and the metrics ports of three processes: servers with indexer and publishers,
     router, picker."""
 
     router: str
@@ -59,7 +59,7 @@ async def running_fleet(
     up_flags: Sequence[str] = (),
     collector: str = "",
 ) -> AsyncIterator[ScrapedFleet]:
-    """Metrics of the router are on its own port, the others' where the standard variables say. `up_flags`: more of
+    """The router's metrics are on its own port, the others' where the standard variables say. `up_flags`: additional flags of
     `kvatlas up`. The first two processes send traces to `collector`, if there is one.
     """
     ports = [free_port() for _ in range(3)]
@@ -102,7 +102,7 @@ async def ask(router: str, number: int) -> None:
     async with http_client(timeout=30) as client:
 
         async def is_answered() -> bool:
-            """On a busy machine workers' heartbeats may be late for a moment."""
+            """On a busy machine, workers' heartbeats may be late for a moment."""
             return (await client.post(f"{router}/v1/completions", json=body)).status_code == 200
 
         await until(is_answered, what="a request is answered")
@@ -152,7 +152,7 @@ async def check_metrics(
             missing = list(queries)
             with anyio.move_on_after(180):
                 for number in count(0, 4):
-                    async with anyio.create_task_group() as tasks:  # at once, so that each engine gets some
+                    async with anyio.create_task_group() as tasks:  # concurrently, so that each engine gets some
                         for one in range(number, number + 4):
                             tasks.start_soon(ask, router, one)
                     await anyio.sleep(0.5)
@@ -163,7 +163,7 @@ async def check_metrics(
             assert await values("sum(up)") == [3]
 
             async def alerts() -> set[str]:
-                """Also those that are not due yet."""
+                """The alerts, including those that are not due yet."""
                 raised = (await client.get(f"{prometheus.url}/api/v1/alerts")).json()["data"]["alerts"]
                 return {one["labels"]["alertname"] for one in raised}
 
@@ -177,7 +177,7 @@ async def check_metrics(
             saved = await values("sum(kvatlas_router_saved_tokens_total)")
 
             async def is_traced() -> bool:
-                """Every point of a panel that has a trace leads to one. Spans are sent a moment after they ended."""
+                """Each exemplar on a panel leads to a trace. Spans are sent a moment after they end."""
                 exemplars = await client.get(
                     f"{prometheus.url}/api/v1/query_exemplars",
                     params={"query": "gen_ai_server_time_to_first_token_seconds_bucket", "start": "0", "end": "4e9"},

@@ -1,4 +1,5 @@
-"""Each open event form from an engine's bytes to the index and back, beside a vLLM worker, with publishers killed between."""
+"""Each open event form, from an engine's bytes to the index and back, next to a vLLM worker, with publishers killed in
+between."""
 
 import json
 import signal
@@ -135,7 +136,7 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
         )
         await stack.enter_async_context(sidecar(vllm, fresh_nats, worker_id="w-vllm", model_id="m"))
         await vllm.send(vllm_batch())
-        await router_engine.send(router_batch())  # nobody hears it: replay has it
+        await router_engine.send(router_batch())  # no subscriber hears it, but replay has it
 
         async def found(prompt: Prompt) -> dict[str, int]:
             return {one.worker_id: one.resident_blocks for one in await router.overlap(prompt) if one.resident_blocks}
@@ -180,7 +181,7 @@ async def test_each_form_is_found_by_its_own_kind_of_question_also_after_its_pub
 
 async def test_the_example_engine_tells_exactly_what_it_holds(nats_client: Client) -> None:
     heads = [list(range(topic * 1_000, topic * 1_000 + 4_096)) for topic in range(6)]
-    prompts = [head[:end] for head in heads for end in (100, 4_096)] + [heads[0][:160]]  # room for 4 of these heads
+    prompts = [head[:end] for head in heads for end in (100, 4_096)] + [heads[0][:160]]  # space for 4 of these heads
     lines = "".join(f"{json.dumps(prompt)}\n" for prompt in prompts)
     example = await anyio.run_process([sys.executable, str(ROOT / "examples" / "open_engine.py")], input=lines.encode())
     settings = PublisherSettings(worker_id="w", model_id="m", engine=EngineKind.OPEN)
@@ -192,5 +193,5 @@ async def test_the_example_engine_tells_exactly_what_it_holds(nats_client: Clien
         held = {value for _, _, _, value in publisher.ledger.announced()}
     kept = [heads[0][:160], heads[5], heads[4], heads[3]]
     expected = {key for prompt in kept for key in unpack_hashes(extend_chain(prompt, 16))}
-    rest = unpack_hashes(extend_chain(heads[2], 16))[: 1_024 - len(expected)]  # evicted from its end
+    rest = unpack_hashes(extend_chain(heads[2], 16))[: 1_024 - len(expected)]  # evicted from the end
     assert (len(held), held) == (1_024, expected | set(rest))

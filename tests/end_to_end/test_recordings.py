@@ -1,8 +1,8 @@
-"""Recorded bytes of real engines over real ZMQ, through sidecars, NATS and an indexer into Valkey: the export is exactly what
-each engine could use, and a router that hashes a prompt's tokens itself finds it.
+"""Recorded bytes of real engines go over real ZMQ, through sidecars, NATS and an indexer into Valkey: the export is exactly
+what each engine could use, and a router that hashes a prompt's tokens itself finds it.
 
-All recordings together, for one model: vLLM 0.11 to 0.33 with integer and bytes hashes (each with a hash seed of its own), a
-hybrid model, SGLang with and without a host tier.
+All recordings together, for one model: vLLM 0.11 to 0.33 with integer and bytes hashes (each with its own hash seed), a hybrid
+model, SGLang with and without a host tier.
 """
 
 import json
@@ -30,7 +30,7 @@ NAMES = sorted(path.name.removesuffix(".jsonl.gz") for path in RECORDINGS.glob("
 MODEL = "recorded-model"
 
 ADAPTER_IDS = {"1": "1", "2": "2"}
-"""For the recording of an engine that tells no adapters' names."""
+"""For the recording of an engine that does not report adapters' names."""
 Line = tuple[str | None, str, str]
 """adapter, tier, sequence hash"""
 
@@ -40,7 +40,7 @@ def worker_of(name: str) -> str:
 
 
 def usable_blocks(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
-    """The recorded residency that a publisher announces: (tier, engine hash)."""
+    """The part of the recorded residency that a publisher announces: (tier, engine hash)."""
     found = set()
     for medium, engine_hash in head["expected_usable"]:
         tier = parse_tier(medium) if isinstance(medium, str) else Tier.HBM
@@ -49,7 +49,7 @@ def usable_blocks(head: dict[str, Any]) -> set[tuple[Tier, EngineHash]]:
 
 
 def expected_lines(kind: EngineKind, head: dict[str, Any], payloads: Sequence[bytes]) -> set[Line]:
-    """`expected_usable` as export prints it: engine hashes become ours through the tokens in the recording."""
+    """`expected_usable` as export prints it: engine hashes are converted to ours with the tokens in the recording."""
     ledger = Ledger(LedgerSettings(MODEL, MODEL, adapter_ids=ADAPTER_IDS))
     for payload in payloads:
         ledger.fold(decode_batch(kind, payload))

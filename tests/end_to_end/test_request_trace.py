@@ -19,7 +19,7 @@ BODY = {"model": "m", "prompt": "The quick brown fox jumps. " * 40, "max_tokens"
 
 
 class Traces:
-    """What the receiver has."""
+    """The traces that the receiver has."""
 
     def __init__(self, receiver: TraceReceiver) -> None:
         self._receiver = receiver
@@ -56,7 +56,8 @@ async def test_one_request_is_followed_from_the_engines_batch_to_its_answer(tmp_
             number = 0
 
             async def is_reused() -> str:
-                """The trace of a request whose blocks the index had, from a batch that is known; sent until there is one."""
+                """The trace of a request whose blocks the index had from a known batch; requests are sent until there is
+                one."""
                 nonlocal number
                 number += 1
                 trace = f"{number:032x}"
@@ -92,7 +93,7 @@ async def test_one_request_is_followed_from_the_engines_batch_to_its_answer(tmp_
         assert sent.attributes["gen_ai.provider.name"] == "vllm" and sent.attributes["gen_ai.usage.output_tokens"] == 4
         assert sent.events["first token"]["kvatlas.time_to_first_token"] > 0
 
-        # the choice -> the applied batch that it rested on -> the batch as the publisher sent it
+        # the choice -> the applied batch that it was based on -> the batch as the publisher sent it
         (batch,) = traces.linked([route], PROCESS)
         origin = traces.linked([batch], SEND)
         assert {span.attributes["kvatlas.worker"] for span in [batch, *origin]} == {"w1"}

@@ -1,5 +1,5 @@
-"""The commands of docs/router.md, docs/disaggregation.md and docs/fetching.md, one after another, on free ports; those of the
-reference beside them."""
+"""Runs the commands of docs/router.md, docs/disaggregation.md and docs/fetching.md, one after another, on free ports, along
+with those of the reference."""
 
 import json
 import re
@@ -26,7 +26,7 @@ QUESTIONS = re.findall(r"(?m)^\$ (kvatlas .*)$", (ROOT / "docs/router-reference.
 
 
 def commands(document: str) -> list[list[str]]:
-    """Of all its blocks, with the same free port for the same port."""
+    """The commands in all blocks of the document. The same port always becomes the same free port."""
     text = (ROOT / document).read_text()
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     ports: dict[str, str] = {}
@@ -48,7 +48,7 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str, 
             done.append(words[1])
             match words:
                 case ["python3", "-m", "venv", *_]:
-                    pass  # this environment is one
+                    pass  # this environment already is one
                 case ["pip", "install", what]:
                     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
                     assert what.removeprefix(".[").removesuffix("]") in project["optional-dependencies"]
@@ -63,7 +63,7 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str, 
                             nats_url,
                             "--drain-s",
                             "0",
-                        ]  # what `up` prints
+                        ]  # as `up` prints it
                     if command == "up":
                         redis_url = f"redis://127.0.0.1:{flags[flags.index('--redis-port') + 1]}/0"
                         nats_url = f"nats://127.0.0.1:{flags[flags.index('--nats-port') + 1]}"
@@ -104,7 +104,7 @@ async def test_a_guides_commands_lead_to_answers(tmp_path: Path, document: str, 
 
 
 async def _goes_apart(client: httpx.AsyncClient, router_url: str) -> None:
-    """With enough of them, some request meets a decode worker that has work: that one gets its prompt from the other."""
+    """Send so many requests that one meets a busy decode worker, and gets its prompt computed by the other worker."""
     number = 0
 
     async def is_pair() -> bool:
@@ -131,9 +131,9 @@ async def _goes_apart(client: httpx.AsyncClient, router_url: str) -> None:
 
 
 async def _is_fetched(client: httpx.AsyncClient, router_url: str) -> None:
-    """With enough of them, some request meets the holder of its document busy: its worker fetches the document, and finds as
-    much cached as was predicted."""
-    document = list(range(1_000, 3_000))  # many of these fit the caches
+    """Send so many requests that for one of them the holder of its document is busy: its worker then fetches the document, and
+    finds as much cached as was predicted."""
+    document = list(range(1_000, 3_000))  # the caches have space for many of these
     number = 0
 
     async def ask(tail: int) -> httpx.Response:

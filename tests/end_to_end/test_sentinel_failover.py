@@ -1,4 +1,4 @@
-"""A fleet of processes on a Redis that Sentinel watches, whose primary dies."""
+"""A fleet of processes on a Redis server that Sentinel watches and whose primary dies."""
 
 import json
 from pathlib import Path

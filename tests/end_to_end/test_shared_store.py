@@ -35,7 +35,7 @@ PROMPT = Prompt.of_tokens(Scope("model", "model"), TOKENS)
 
 
 def stored(salt: int, first: int, last: int, medium: str | None = None) -> list[Any]:
-    """vLLM's event of these blocks of the prompt; each engine has other hashes."""
+    """vLLM's event for these blocks of the prompt; each engine has different hashes."""
     names = [salt + n for n in range(first, last)]
     parent = salt + first - 1 if first else None
     return ["BlockStored", names, parent, TOKENS[first * SIZE : last * SIZE], SIZE, None, medium]
@@ -48,7 +48,7 @@ def batch(*events: list[Any]) -> bytes:
 async def test_a_stores_blocks_stay_when_their_writers_are_gone_and_go_when_it_is_cleared(
     fresh_nats: str, fresh_valkey: str, tmp_path: Path
 ) -> None:
-    """The first writer, a process, is killed; the second goes on with its chain; a third worker only reads."""
+    """The first writer, a process, is killed; the second continues its chain; a third worker only reads."""
     servers = ["--nats-url", fresh_nats, "--redis-url", fresh_valkey]
     port, published = free_port(), list[Publisher]()
     async with AsyncExitStack() as stack:
@@ -86,7 +86,7 @@ async def test_a_stores_blocks_stay_when_their_writers_are_gone_and_go_when_it_i
         await first.subscribed()
         await first.send(
             batch(stored(1_000, 0, 6)), batch(stored(1_000, 0, 6, "cpu"))
-        )  # as Mooncake's connector says it
+        )  # as Mooncake's connector reports it
         await until(lambda: is_held("pool", 6), what="the first writer's blocks are in the store")
         await until(lambda: is_held("w1", 6), what="and in its own cache")
 
@@ -99,7 +99,7 @@ async def test_a_stores_blocks_stay_when_their_writers_are_gone_and_go_when_it_i
         assert record is not None and await index.retire("w1", record.incarnation)  # as indexers do after a minute
         assert (await held("w1"), await held("pool")) == (0, 6)
 
-        # the second engine read the first one's blocks, and wrote behind them
+        # the second engine read the first one's blocks, and wrote more after them
         await second.send(batch(stored(2_000, 0, 9)), batch(stored(2_000, 6, 9, "MOONCAKE")))
         await until(lambda: is_held("pool", 9), what="the second writer's blocks are in the store")
         await until(lambda: is_held("w2", 9), what="and in its own cache")

@@ -1,4 +1,4 @@
-"""Simulated hybrid engines: after each batch the store's marks are those of the engine's cache, worked out from scratch."""
+"""Simulated hybrid engines: after each batch, the store's marks equal those computed from scratch from the engine's cache."""
 
 import random
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ async def index(fresh_valkey: str) -> AsyncIterator[ResidencyIndex]:
 
 
 class Engine:
-    """A cache under random requests that grow, fork and repeat, some of an adapter; the pool overflows all the time."""
+    """A cache under random requests that grow, fork and repeat, some with an adapter; the pool overflows all the time."""
 
     def __init__(self, groups: tuple[str, ...], interval: int, chance: random.Random) -> None:
         parsed = [CacheGroup.parse(text) for text in groups]
@@ -63,7 +63,7 @@ class Engine:
         return namespace, (like[:cut] + self._tokens(1, 40))[-140:]
 
     def step(self, namespace: Namespace, prompt: list[int]) -> bytes | None:
-        """Begin the request, go on with some of the others, end some. Returns the batch, if anything happened."""
+        """Begin the request, continue some of the others, end some. Returns the batch, if anything happened."""
         chance, cache = self._chance, self.cache
         request = AllocationRequest(next(self._names), prompt, namespace)
         while not cache.can_allocate(request):

@@ -33,7 +33,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
     variables: dict[str, str | float | bool] = {
         **os.environ,
         "HOME": str(tmp_path_factory.mktemp("home")),
-    }  # it writes there, whoever runs the tests
+    }  # it writes there, whichever user runs the tests
     async with async_playwright() as playwright:
         started = await playwright.chromium.launch(executable_path=CHROMIUM, env=variables)
         yield started
@@ -50,7 +50,8 @@ async def store(fresh_valkey: str) -> AsyncIterator[Store]:
 async def opened(
     browser: Browser, url: str, size: str, scheme: str = "light", *, scripts: bool = True
 ) -> AsyncIterator[Page]:
-    """The page as a person sees it. Closing it fails if it asked for anything elsewhere, or the browser refused something."""
+    """The page as a person sees it. Closing it fails if it requested anything elsewhere, or if the browser refused
+    something."""
     width, height = SIZES[size]
     context = await browser.new_context(
         viewport={"width": width, "height": height},
@@ -97,9 +98,9 @@ async def test_a_router_in_a_browser(store: Store, valkey_url: str, browser: Bro
             await page.fill("textarea", "what is typed here stays")
             asked = {"model": MODEL, "prompt": TEXT, "max_tokens": 2}
             assert (await client.post("/v1/completions", json=asked)).status_code == 200
-            await page.get_by_text("The last 1", exact=True).click(timeout=20_000)  # it comes by itself
+            await page.get_by_text("The last 1", exact=True).click(timeout=20_000)  # it appears by itself
             await until_refreshed(page)
-            assert await page.get_by_text("cost", exact=True).first.is_visible()  # and stays unfolded
+            assert await page.get_by_text("cost", exact=True).first.is_visible()  # it stays unfolded
             assert await page.input_value("textarea") == "what is typed here stays"
 
 

@@ -1,4 +1,5 @@
-"""What an answer says, whatever the API, in one piece or as events: ids, times and the cut into pieces are left out."""
+"""The content of an answer, whatever the API, in one piece or as events: ids, times and the boundaries of pieces are left
+out."""
 
 import json
 from collections import defaultdict
@@ -50,7 +51,7 @@ def said(answer: httpx.Response, *, cumulative: bool = False) -> Said:
 
 
 def usage(answer: httpx.Response) -> tuple[int, int]:
-    """(prompt tokens, those that were cached) as the engine counted them."""
+    """(prompt tokens, cached ones) as the engine counted them."""
     found = [
         value
         for document in _documents(answer.text)
@@ -64,13 +65,13 @@ def usage(answer: httpx.Response) -> tuple[int, int]:
 
 
 def decision(answer: httpx.Response) -> tuple[int, int]:
-    """(prompt tokens, those that are cached on the chosen worker) as the router predicted them."""
+    """(prompt tokens, ones cached on the chosen worker) as the router predicted them."""
     words = dict(word.split("=", 1) for word in answer.headers["x-kvatlas-decision"].split(";") if "=" in word)
     return int(words["prompt"]), int(words["cached"])
 
 
 def _count(one: dict[str, Any]) -> int | None:
-    """Anthropic's `input_tokens` are without those that were cached, or are cached now."""
+    """All input tokens: Anthropic's `input_tokens` exclude those read from or written to the cache."""
     counted = one.get("prompt_tokens", one.get("input_tokens"))
     others = sum(one.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
     return None if counted is None else counted + others

@@ -1,4 +1,4 @@
-"""Bodies of every form that these servers read, for each of their APIs."""
+"""Request bodies in every form that these servers read, for each of their APIs."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ DOCUMENTS = asks(documents=[{"title": "Blocks", "text": "A block is 16 tokens."}
 
 
 def apis(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """(path, body) by API, for what the model's engine serves."""
+    """(path, body) by API, for the APIs that the model's engine serves."""
     ask = f"{QUESTION} [[say Three workers hold it.]]"
     sampling = {"max_tokens": 40} if model.startswith("vllm") else {"max_new_tokens": 40}
     found: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""One request by a real client, in its own Python; prints what the user gets.
+"""Sends one request with a real client, in its own Python, and prints what the user gets.
 
     python -m tests.frontends.clients CLIENT URL MODEL
 
@@ -73,7 +73,7 @@ def anthropic_messages_stream(url: str, model: str) -> str:
 
 
 def anthropic_refused(url: str, model: str) -> str:
-    """By the router, which knows no such model."""
+    """Refused by the router, which knows no such model."""
     import anthropic
 
     try:

@@ -12,7 +12,7 @@ collect_ignore_glob = [] if ENVIRONMENTS else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """The servers of all tests: two of vLLM, one of SGLang, a router. Their logs stay beside the environments."""
+    """The servers of all tests: two of vLLM, one of SGLang, a router. Their logs stay next to the environments."""
     logs = environment_folder("logs")
     logs.mkdir(exist_ok=True)
     with running_fleet(logs) as running:
@@ -33,7 +33,7 @@ def gateway(gateway_url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(params=["vllm-small", "sglang-small"])
 def model(request: pytest.FixtureRequest) -> str:
-    """The model of each kind of engine in turn."""
+    """The model of each kind of engine, in turn."""
     name: str = request.param
     return name
 
@@ -46,6 +46,6 @@ def router(fleet: Fleet) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def engine(fleet: Fleet, model: str) -> Iterator[httpx.Client]:
-    """Straight to the first engine that serves `model`."""
+    """A client of the first engine that serves `model`, without the router."""
     with httpx.Client(base_url=fleet.engine(model).url, timeout=60, trust_env=False) as client:
         yield client

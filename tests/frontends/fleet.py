@@ -1,5 +1,5 @@
-"""vLLM's and SGLang's own servers around stubs, `kvatlas up --router` before them, and Envoy with `kvatlas epp`, on free
-loopback ports."""
+"""vLLM's and SGLang's own servers around stubs, with `kvatlas up --router` in front of them, and Envoy with `kvatlas epp`, on
+free loopback ports."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Engines by model, and the router before them. `variables`: the environment of `kvatlas` commands."""
+    """Engines by model, and the router in front of them. `variables`: the environment of `kvatlas` commands."""
 
     engines: dict[str, list[Engine]]
     router: str
@@ -95,7 +95,7 @@ def sglang_words(model: Path, name: str, port: int, events: int) -> list[str]:
 
 @contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
-    """Two vLLM engines and one of SGLang, each kind under a model name of its own, and a router. Logs are in `folder`."""
+    """Two vLLM engines and one SGLang engine, each kind with its own model name, and a router. Logs are in `folder`."""
     model = folder / "model"
     python = str(environment_folder("vllm") / "bin/python")
     write = f"import pathlib, {_ENGINES}.model as m; m.write(pathlib.Path({str(model)!r}))"

@@ -1,4 +1,4 @@
-"""Clients get through the router what the engines' own servers answer."""
+"""Through the router, clients get what the engines' own servers answer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Real clients through the router: SDKs in a Python of their own, curl, and coding agents' command lines."""
+"""Real clients through the router: SDKs in their own Python, curl, and coding agents' command lines."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def test_curl_reads_a_stream_to_its_end(fleet: Fleet, model: str) -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> dict[str, str]:
-    """The environment of a coding agent that asks nothing but its base URL."""
+    """The environment of a coding agent that contacts nothing but its base URL."""
     if shutil.which("npm") is None:
         pytest.skip("no npm on this machine")
     quiet = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY"), "1")

@@ -1,4 +1,4 @@
-"""`up` and doctor before the engines' own servers, and the index of what these really hold."""
+"""`up` and doctor with the engines' own servers, and the index of what these really hold."""
 
 import json
 import subprocess
@@ -39,7 +39,8 @@ def test_doctor_finds_no_fault(fleet: Fleet, router: httpx.Client) -> None:
 
 
 def test_a_prefix_goes_to_the_engine_that_holds_it(fleet: Fleet, router: httpx.Client) -> None:
-    """Straight to one engine: only its KV events can say that it has the prefix. The router is asked once they are indexed."""
+    """The prefix is sent to one engine without the router, so only its KV events can show that it has it. The router is asked
+    once they are indexed."""
 
     def blocks_of(worker: str) -> int:
         return next(int(one["blocks"]) for one in _kvatlas(fleet, "workers") if one["worker"] == worker)

@@ -1,4 +1,4 @@
-"""Streams of vLLM's and SGLang's own servers go on at another engine of the same kind."""
+"""Streams of vLLM's and SGLang's own servers continue at another engine of the same kind."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 SAY = '[[say The worker  that holds it answers:\n\nümlaut, "quotes" and more.]] Who holds it?'
 SAY_PLAINLY = "[[say The worker that holds it answers, and quotes more.]]"
-"""Without letters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
+"""Without characters of two tokens: half of one may come in an event with others, and its logprob can't be taken back."""
 REASON = "[[slow 0.02]][[say <think>\nA worker may hold it.\n</think>\n\nThe worker that holds it answers.]]"
 REASON_AND_CALL = f"[[slow 0.02]][[say <think>\nIt rains.\n</think>\n\n{CALL}]]"
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -105,7 +105,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VLLM = frozenset({"ids to ids", *(name for name in REQUESTS if "reasoning" in name or "thinking" in name)})
 SGLANG = frozenset({"generate", "generate from ids"})
-"""What only one of them has."""
+"""APIs that only SGLang has."""
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stream_goes_on_at_another_engine(
     fleet: Fleet, model: str, valkey_url: str, no_budget: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvatlas_router.proxy")  # it says why a stream did not go on
+    caplog.set_level(logging.INFO, "kvatlas_router.proxy")  # it says why a stream did not continue
     async with (
         _mortal(valkey_url, fleet, model) as fate,
         running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as client,
@@ -129,14 +129,14 @@ async def test_a_stream_goes_on_at_another_engine(
             if name.endswith("ids"):
                 body["input_ids" if path == "/generate" else "token_ids"] = ids
             undisturbed = said(await read_stream(client, path, body))
-            stays = model.startswith("sglang") and undisturbed.get("call at")  # it gives no ids of a call's tokens
+            stays = model.startswith("sglang") and undisturbed.get("call at")  # it gives no token ids of a call
             for after in range(3, stays or undisturbed["events"], 3):
                 fate.after, fate.asked = [after], []
                 found = said(await read_stream(client, path, body))
                 differ = {key: (undisturbed[key], found[key]) for key in found if found[key] != undisturbed[key]}
                 free = (
                     {"events", "usages", "ends"} if "stop" in name else {"events", "call at"}
-                )  # tokens behind a stop may count
+                )  # tokens after a stop may count
                 assert not differ.keys() - free, (name, after, json.dumps(differ))
         for name in (
             "openai_chat_stream",
@@ -163,7 +163,7 @@ CALLED: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"max_tokens": 150, **USAGE, "extra_body": THINKS},
     ),
 }
-"""What the model says; the engine dies at each of so many events."""
+"""The model's content is the same, at whichever event the engine dies."""
 GUIDED = {"max_tokens": 99, "parallel_tool_calls": False}
 
 
@@ -198,7 +198,7 @@ async def test_a_tool_call_goes_on_at_another_engine(
 async def test_a_guided_tool_call_ends_with_its_engine(
     fleet: Fleet, model: str, valkey_url: str, no_budget: None
 ) -> None:
-    """The grammar of a single call can't begin in its middle."""
+    """The grammar of a single call can't begin in the middle."""
     async with (
         _mortal(valkey_url, fleet, model) as fate,
         running_proxy(valkey_url, continue_answers="all", tokenizer_deadline_ms=PATIENT_MS) as proxy,
@@ -211,7 +211,7 @@ async def test_a_guided_tool_call_ends_with_its_engine(
 
 
 async def _called(client: openai.AsyncOpenAI, model: str, says: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a streamed chat says and calls, as OpenAI's client reads it."""
+    """The text and the tool calls of a streamed chat, as OpenAI's client reads it."""
     tools: Any = [{"type": "function", "function": TOOL}]
     messages: Any = [{"role": "user", "content": says}]
     stream = await client.chat.completions.create(
@@ -241,7 +241,7 @@ async def _called(client: openai.AsyncOpenAI, model: str, says: str, asked: dict
 
 @asynccontextmanager
 async def _store(valkey_url: str) -> AsyncIterator[Store]:
-    """An empty one."""
+    """An empty store."""
     store = await open_store(valkey_url, wait=False)
     try:
         await store.client.flushall()
@@ -252,7 +252,7 @@ async def _store(valkey_url: str) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def _mortal(valkey_url: str, fleet: Fleet, model: str) -> AsyncIterator[Fate]:
-    """Workers with these engines, of which some die in mid-answer."""
+    """Workers with these engines, some of which die mid-answer."""
     engines = [fleet.engines[model][0].url, fleet.engines[model][-1].url]
     kind = EngineKind.SGLANG if model.startswith("sglang") else EngineKind.VLLM
     async with (
@@ -269,7 +269,7 @@ async def _mortal(valkey_url: str, fleet: Fleet, model: str) -> AsyncIterator[Fa
 
 
 def said(raw: bytes) -> dict[str, Any]:
-    """What a stream says, whatever its events are."""
+    """The content of a stream, however it is cut into events."""
     events = [json.loads(one) for one in re.findall(rb"^data: (\{.*)$", raw, re.M)]
     if b"message_start" in raw:
         return message_of(events)
@@ -282,7 +282,7 @@ def said(raw: bytes) -> dict[str, Any]:
         assert len({one["meta_info"]["id"] for one in events}) == 1
         return {"text": events[-1]["text"], "ids": events[-1]["output_ids"], "meta": same, "events": len(events) + 1}
     choices = [choice for one in events for choice in one["choices"]]
-    choices.sort(key=lambda one: int(one["index"]))  # they go on one after another
+    choices.sort(key=lambda one: int(one["index"]))  # they continue one after another
     calls = [(at, call) for at, one in enumerate(choices) for call in one.get("delta", {}).get("tool_calls") or ()]
     texts = [one.get("text", one.get("delta", {}).get("content")) or "" for one in choices]
     usages = [one["usage"] for one in events if one.get("usage")]
@@ -314,7 +314,7 @@ def said(raw: bytes) -> dict[str, Any]:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a message says. Its parts may be cut in other places."""
+    """The content of a message, whose parts may be cut in different places."""
     *_, end = events
     deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
     kinds = [
@@ -336,7 +336,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a response says. Its deltas may be cut in other places."""
+    """The content of a response, whose deltas may be cut in different places."""
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
     whole = events[-1]["response"]
     assert whole["id"] == events[0]["response"]["id"]

@@ -1,4 +1,4 @@
-"""The picker behind Envoy, before the engines' own servers."""
+"""The picker behind Envoy, with the engines' own servers."""
 
 import httpx
 import pytest

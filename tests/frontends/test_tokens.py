@@ -1,4 +1,4 @@
-"""The router's tokens are those that the engine computes, and what it calls cached is what the engine reuses."""
+"""The router's tokens are those that the engine computes, and those that it calls cached are those that the engine reuses."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.frontends.bodies import API_NAMES, CHATS, DOCUMENTS, apis
 
 
 def check_prediction(router: httpx.Client, path: str, body: dict[str, Any]) -> None:
-    """Sent twice, the prompt has as many tokens, and as many cached ones, as the engine says."""
+    """Send the prompt twice: the router predicts as many tokens, and as many cached ones, as the engine reports."""
 
     def ask() -> tuple[tuple[int, int], tuple[int, int]]:
         answer = router.post(path, json=body)
@@ -57,7 +57,7 @@ def test_tools_of_other_apis_are_predicted_exactly(
     path, body = apis(model)[api]
     body = {**body, "tools": [{**tool, **described}]}
     if (api, model.partition("-")[0], bool(described)) == ("responses", "sglang", False):
-        # its template is shown another tool than the one in the request
+        # its template gets a different tool from the one in the request
         assert "untokenized=unsupported" in router.post(path, json=body).headers["x-kvatlas-decision"]
     else:
         check_prediction(router, path, body)

@@ -1,9 +1,9 @@
 """Extreme and malformed values at every border of running processes: `python -m tests.fuzz SECONDS SEED`.
 
-Two engines with sidecars, an indexer, a router, and a hostile engine with a sidecar of its own run as processes. Every
-CHECK_EVERY_S all of them must live, without a traceback in a log, and the index must hold exactly what the two engines hold; at
-the end every border that can refuse must have counted refusals and named the worker. Exit code 0 only then. A seed gives
-the same values in the same order; which of them meet depends on the machine.
+Two engines with sidecars, an indexer, a router, and a hostile engine with its own sidecar run as processes. Every
+CHECK_EVERY_S, all of them must be alive, without a traceback in a log, and the index must hold exactly what the two engines
+hold. At the end, every border that can refuse must have counted refusals and named the worker. Exit code 0 only then. A seed
+gives the same values in the same order; which of them coincide depends on the machine.
 """
 
 import shutil
@@ -51,7 +51,7 @@ async def fuzz(seconds: float, seed: int, folder: Path) -> None:
 
 
 async def check(targets: Targets) -> None:
-    """All processes live, none wrote a traceback, and the two engines' workers are exact."""
+    """Check that all processes are alive, that none wrote a traceback, and that the two engines' workers are exact."""
     fleet = targets.fleet
     await fleet.load.pause()
 
@@ -71,8 +71,8 @@ async def check(targets: Targets) -> None:
 
 
 async def refusals(targets: Targets, thrown: Counter[str]) -> dict[str, int]:
-    """The refusals that the processes counted. Raises AssertionError if a border at which much was thrown counted none, or a
-    log does not name the worker."""
+    """The refusals that the processes counted. Raises AssertionError if a border counted none although it got many values, or
+    if a log does not name the worker."""
     client = targets.fleet.nats_client
     request = ControlRequest(op=ControlOp.STATUS)
     reply = ControlReply.unpack((await client.request(control_subject(HOSTILE), request.pack(), timeout=10)).data)
@@ -101,7 +101,7 @@ def log(line: str) -> None:
 
 
 def main() -> None:
-    """Exits with 0, 1 if something failed, 2 for wrong usage."""
+    """Exit with 0, with 1 if something failed, or with 2 for wrong usage."""
     try:
         seconds, seed = float(sys.argv[1]), int(sys.argv[2])
     except (IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""What is thrown at each border: each function throws once, and returns how many things that were."""
+"""The values thrown at each border: each function throws once, and returns the number of things thrown."""
 
 import json
 import time
@@ -105,7 +105,7 @@ async def heartbeats(targets: Targets, rng: Random) -> int:
     for _ in range(20):
         worker_id = rng.choice(STRANGERS)
         await client.publish(alive_subject(worker_id), packed(rng, heartbeat_of(worker_id)))
-    for worker in targets.fleet.workers:  # in the name of a worker that is there, and impossible
+    for worker in targets.fleet.workers:  # in the name of an existing worker, but impossible
         beat = {**heartbeat_of(worker.worker_id), "incarnation": (1 << 64) - 1 - rng.randrange(1 << 50)}
         await client.publish(alive_subject(worker.worker_id), pack(beat))
     return 20 + len(targets.fleet.workers)
@@ -135,7 +135,7 @@ async def messages(targets: Targets, rng: Random) -> int:
         worker_id = rng.choice(STRANGERS)
         payload = packed(rng, message_of(rng, worker_id)) if rng.random() < 0.8 else pack(message_of(rng, worker_id))
         await client.publish(events_subject(worker_id, PARTITIONS), payload)
-    for worker in targets.fleet.workers:  # on the subject of a worker that is there, and impossible
+    for worker in targets.fleet.workers:  # on the subject of an existing worker, but impossible
         raw = message_of(rng, worker.worker_id)
         raw[2] = (1 << 64) - 1 - rng.randrange(1 << 50)
         await client.publish(events_subject(worker.worker_id, PARTITIONS), pack(raw))
@@ -196,7 +196,7 @@ def _json(value: Any) -> bytes:
 
 
 async def settings(targets: Targets, rng: Random) -> int:
-    """In this process: a settings class either takes a value or refuses it with one of our errors."""
+    """In this process: a settings class either accepts a value or refuses it with one of our errors."""
     for kind in (PublishSettings, IndexerSettings, ProxySettings):
         given = {"worker_id": "w", "model_id": "m", "engine": "vllm", "endpoint": "tcp://127.0.0.1:1"}
         fields = {name: value for name, value in given.items() if name in kind.model_fields}
@@ -222,7 +222,7 @@ async def redis_contents(targets: Targets, rng: Random) -> int:
 
 
 async def pool_records(targets: Targets, rng: Random) -> int:
-    """In the pool that the router books in: records and members of any form, and keys of another type."""
+    """In the pool in which the router books: records and members of any form, and keys of another type."""
     client = targets.fleet.store.client
     _, *keys = pool_keys(SCOPE.pool_id)  # the fleet's records are among `redis_contents`
     key = rng.choice([*keys, ejections_key(SCOPE.pool_id), answers_key(SCOPE.pool_id)])
@@ -255,7 +255,7 @@ BORDERS: dict[str, Border] = {
 
 
 async def throw(border: Border, targets: Targets, rng: Random) -> int:
-    """One throw; a lost connection to NATS is the fuzzer's own trouble, and is tried again."""
+    """Throw once. If the fuzzer's own connection to NATS is lost, try again."""
     for _ in range(3):
         try:
             return await border(targets, rng)

@@ -1,4 +1,4 @@
-"""The processes that are fuzzed: a small fleet, whose workers must stay exact, and a hostile engine with a sidecar."""
+"""The fuzzed processes: a small fleet, whose workers must stay exact, and a hostile engine with a sidecar."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,7 +19,7 @@ HOSTILE = "hostile"
 
 @dataclass(slots=True)
 class Targets:
-    """What runs. `urls`: base URLs of the router and of the status pages."""
+    """The running processes. `urls`: base URLs of the router and of the status pages."""
 
     fleet: Fleet
     engine: FakeEngine
@@ -33,11 +33,11 @@ class Targets:
         return [*self.fleet.children, self.sidecar, self.router]
 
     def ended(self) -> list[str]:
-        """The processes that should run and don't, with the end of their logs."""
+        """The processes that should be running but are not, with the end of their logs."""
         return [f"{one.name}: {one.log_text()[-1500:]}" for one in self.children if not one.is_running]
 
     def tracebacks(self) -> list[str]:
-        """The first traceback in each process' log."""
+        """The first traceback in each process's log."""
         found = []
         for one in self.children:
             text = one.log_text()

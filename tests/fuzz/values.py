@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 
 MAX_BYTES = 900_000
-"""What NATS takes in one message."""
+"""The most that NATS accepts in one message."""
 NUMBERS = [
     *(sign * (1 << bits) + by for bits in (0, 7, 8, 16, 20, 31, 32, 53, 63) for by in (-1, 0, 1) for sign in (-1, 1)),
     (1 << 64) - 1,
@@ -59,7 +59,7 @@ def any_value(rng: Random, depth: int = 3) -> Any:
 
 
 def mutated(rng: Random, value: Any) -> Any:
-    """The value with one place in it changed: another value, one more, one less."""
+    """The value with one place in it changed, added or removed."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(list(value))
         if rng.random() < 0.15:
@@ -74,7 +74,7 @@ def mutated(rng: Random, value: Any) -> Any:
 
 
 def packed(rng: Random, value: Any) -> bytes:
-    """The value as msgpack, mutated once or more; sometimes the bytes are damaged, or something else altogether."""
+    """The value as msgpack, mutated once or more; sometimes with damaged bytes, or something else altogether."""
     choice = rng.random()
     if choice < 0.05:
         return rng.choice(BOMBS)(rng)
@@ -94,7 +94,7 @@ def packed(rng: Random, value: Any) -> bytes:
 
 
 def pack(value: Any) -> bytes:
-    """As msgpack; integers beyond its 64 bits as floats."""
+    """The value as msgpack; integers beyond 64 bits become floats."""
     payload: bytes = msgpack.packb(_packable(value), unicode_errors="surrogatepass")
     return payload
 

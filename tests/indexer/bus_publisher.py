@@ -39,19 +39,19 @@ class BusPublisher(MessageSource):
         await self.publish(payload)
 
     async def publish(self, payload: bytes) -> None:
-        """Any bytes on the worker's own subject."""
+        """Publish any bytes on the worker's own subject."""
         await self._jetstream.publish(self.subject, payload)
 
     async def start(self, incarnation: int | None = None) -> None:
-        """A new incarnation that begins with a snapshot of what is held."""
+        """Start a new incarnation with a snapshot of what is held."""
         await self.send(self.begin(incarnation if incarnation is not None else self.incarnation))
 
     async def store_more(self, blocks: int = 4) -> None:
-        """One message that stores blocks which this worker never held before."""
+        """Publish one message that stores blocks which this worker has never held."""
         await self.send(self._more(blocks))
 
     async def store_many(self, messages: int) -> None:
-        """Messages of one new block each, without waiting for acknowledgements."""
+        """Publish messages of one new block each, without waiting for acknowledgements."""
         for _ in range(messages):
             await self._client.publish(self.subject, msgpack.packb(self._more(1)))
         await self._client.flush()
@@ -81,7 +81,7 @@ def heartbeat(publisher: MessageSource, acked_seq: int | None = None, incarnatio
 
 
 async def has_applied_all(index: ResidencyIndex, *publishers: MessageSource) -> bool:
-    """Has the index applied the last message of each?"""
+    """True if the index has applied the last message of each publisher."""
     for publisher in publishers:
         record = await index.record(publisher.worker_id)
         if record is None or (record.incarnation, record.seq) != (publisher.incarnation, publisher.seq):
@@ -90,10 +90,10 @@ async def has_applied_all(index: ResidencyIndex, *publishers: MessageSource) -> 
 
 
 async def indexed(index: ResidencyIndex, *publishers: MessageSource) -> dict[str, Held]:
-    """What the index says that each worker holds."""
+    """Each worker's blocks according to the index."""
     return {publisher.worker_id: await contents(index, publisher.worker_id) for publisher in publishers}
 
 
 def published(*publishers: MessageSource) -> dict[str, Held]:
-    """What each publisher has published that its worker holds."""
+    """Each worker's blocks according to its publisher's messages."""
     return {publisher.worker_id: publisher.held for publisher in publishers}

@@ -14,7 +14,7 @@ STREAM = StreamSettings(storage="memory", max_bytes=256 << 20)
 
 @pytest.fixture
 async def nats() -> AsyncIterator[EmbeddedServer]:
-    """A NATS server of the test's own, which it may stop."""
+    """A NATS server for one test, which may stop it."""
     async with nats_server() as server:
         yield server
 
@@ -32,7 +32,7 @@ async def nats_client(nats: EmbeddedServer) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def valkey() -> AsyncIterator[EmbeddedServer]:
-    """A Valkey server of the test's own."""
+    """A Valkey server for one test."""
     async with valkey_server() as server:
         yield server
 

@@ -14,7 +14,7 @@ AT_ONCE = 100
 
 
 async def flood(nats_url: str) -> None:
-    """Until the server is gone."""
+    """Send until the server is gone."""
     client = await connect_nats(nats_url, name=WORKER, wait=False)
     beat = heartbeat(BusPublisher(client, WORKER)).pack()
     request = GrantRequest(worker_id=WORKER, incarnation=1, snapshot_bytes=1).pack()

@@ -1,4 +1,4 @@
-"""Owned partitions without a bus: their readers do nothing and are always at the end."""
+"""Owned partitions without a bus: their readers do nothing, and are always up to date."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -38,7 +38,7 @@ class IdleReader:
 async def owned_partitions(
     *partitions: int, worker_states: Sequence[WorkerState] = ()
 ) -> AsyncIterator[OwnedPartitions]:
-    """Owns these partitions; more can be started and stopped."""
+    """An owner of these partitions; more can be started and stopped."""
     owned = OwnedPartitions(PARTITIONS, IdleReader, worker_states)
     async with anyio.create_task_group() as group:
         owned.run_in(group)

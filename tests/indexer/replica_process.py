@@ -1,6 +1,6 @@
-"""One indexer replica as a process of its own: `python -m tests.indexer.replica_process NATS_URL REDIS_URL MEMBER_ID`.
+"""One indexer replica as a separate process: `python -m tests.indexer.replica_process NATS_URL REDIS_URL MEMBER_ID`.
 
-Prints `ready` when it holds its first leases; ends when its standard input does, so that it never outlives the test.
+Prints `ready` once it holds its first leases; ends when its standard input does, so it never outlives the test.
 """
 
 import sys

@@ -37,7 +37,7 @@ async def running_replica(nats_url: str, redis_url: str, **settings: object) -> 
 async def answering_requests(
     nats_client: Client, workers: Sequence[BusPublisher], beat_s: float = 0.2
 ) -> AsyncIterator[None]:
-    """They send heartbeats, and a snapshot on request."""
+    """Let the publishers send heartbeats, and a snapshot on request."""
 
     async def on_request(msg: Msg) -> None:
         worker = next(worker for worker in workers if control_subject(worker.worker_id) == msg.subject)

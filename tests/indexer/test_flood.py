@@ -1,4 +1,4 @@
-"""One publisher floods, and the other workers are indexed, heard and repaired all the same."""
+"""While one publisher floods, the other workers are indexed, heard and repaired all the same."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ MESSAGES = 20
 
 @contextmanager
 def flooding(nats_url: str) -> Iterator[None]:
-    """By a process of its own, at its own pace."""
+    """A separate process floods, at its own pace."""
     command = child_command([sys.executable, "-m", flooder.__name__, nats_url])
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) as process:
         try:
@@ -41,7 +41,7 @@ def flooding(nats_url: str) -> Iterator[None]:
 async def test_a_flood_of_one_publisher_delays_no_other_worker_for_as_long_as_it_lasts(
     nats: EmbeddedServer, nats_client: Client, valkey: EmbeddedServer, store: Store, fleet: FleetStore, tmp_path: Path
 ) -> None:
-    """A connection delivers in order: events that share one with the flood wait behind all of it."""
+    """A connection delivers in order, so events that share one with the flood wait behind all of it."""
     flags = ["--nats-url", nats.url, "--redis-url", valkey.url, "--partitions", str(PARTITIONS)]
     worker = BusPublisher(nats_client, "w0")
     async with service("indexer", *flags, "--stream-storage", "memory", ready="is ready", cwd=tmp_path):

@@ -1,4 +1,4 @@
-"""What a replica exports of the index that it shares with others."""
+"""A replica's metrics of the index that it shares with others."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -173,7 +173,7 @@ async def test_a_worker_that_claims_more_blocks_than_its_identity_allows_is_left
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It would fill the store, and the next message of an honest worker would find no room."""
+    """Otherwise it would fill the store, and an honest worker's next message would not fit."""
     file = tmp_path / "identities.json"
     publishers = {"chat": {"workers": ["honest"]}, "liar": {"workers": ["liar"], "blocks": MOST_BLOCKS}}
     file.write_text(json.dumps({"publishers": publishers}))
@@ -201,7 +201,7 @@ async def test_a_worker_that_claims_more_blocks_than_its_identity_allows_is_left
             assert "liar" not in await index.claimed(["liar"])
             assert liar.incarnation == 1, "a snapshot was requested, which would be left out too"
     line = (
-        "worker liar: left out of the index for 10 minutes, since it claims 1,001 blocks, and its publisher's identity "
+        "worker liar: left out of the index for 10 minutes, since it claims 1,001 blocks, but its publisher's identity "
         "allows 1,000"
     )
     assert [one.levelno for one in caplog.records if one.getMessage() == line] == [logging.ERROR]

@@ -1,4 +1,4 @@
-"""Whole replicas on a real NATS and a real Valkey: which reads what, and that no message is lost or applied twice."""
+"""Whole replicas on a real NATS and a real Valkey: which one reads what, and that no message is lost or applied twice."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ from tests.indexer.bus_publisher import PARTITIONS, BusPublisher, has_applied_al
 pytestmark = pytest.mark.anyio
 
 TAKEOVER_S = 15.0
-"""Three times what it should take: the machine may be busy."""
+"""Three times as long as it should take, because the machine may be busy."""
 ALL = list(range(PARTITIONS))
 
 
@@ -55,7 +55,7 @@ class Servers:
 
     @asynccontextmanager
     async def process(self, member_id: str) -> AsyncIterator[Process]:
-        """A replica in a process of its own; leaving the context kills it."""
+        """A replica in a separate process; leaving the context kills it."""
         command = [sys.executable, "-m", "tests.indexer.replica_process", self.nats.url, self.valkey.url, member_id]
         async with await anyio.open_process(command, stdin=PIPE, stdout=PIPE, stderr=None) as process:
             assert process.stdout is not None
@@ -68,7 +68,7 @@ class Servers:
                     process.kill()
 
     async def shared(self, *member_ids: str) -> bool:
-        """Do these, and only these, hold all leases, each at least one?"""
+        """True if these members, and only these, hold all leases, each at least one."""
         leases = await self.fleet.leases()
         return sorted(leases) == ALL and set(leases.values()) == set(member_ids)
 
@@ -86,7 +86,7 @@ async def index(store: Store) -> RedisIndex:
 
 @asynccontextmanager
 async def router(url: str) -> AsyncIterator[RedisIndex]:
-    """The index as a process that starts now and only reads sees it."""
+    """The index as seen by a process that starts now and only reads."""
     async with connected_store(url, wait=False) as store:
         yield await open_redis_index(store, writer=False)
 
@@ -163,7 +163,7 @@ async def test_the_partitions_of_a_killed_replica_are_taken_over(
 async def test_two_owners_of_a_partition_change_nothing(
     servers: Servers, nats_client: Client, index: RedisIndex
 ) -> None:
-    """As with a replica that was away and still reads: leases don't protect, the fence does."""
+    """As with a replica that was away and still reads: the fence protects the index, not the leases."""
     worker = BusPublisher(nats_client, "w0")
     async with servers.replica("a") as a, servers.replica("b") as b:
         await until(lambda: reads_to_the_end(a, b), what="every partition is read once")

@@ -1,4 +1,4 @@
-"""Moves: to another store, which is filled by indexers of its own beside the present one."""
+"""Moves to another store, which separate indexers fill while the current one serves."""
 
 from functools import partial
 

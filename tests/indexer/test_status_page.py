@@ -21,7 +21,7 @@ TOKENS = list(range(100, 100 + 4 * BLOCK_SIZE))
 
 
 async def beat(client: Client, worker: BusPublisher) -> None:
-    """With a block size, as a publisher says it that has told blocks."""
+    """Send a heartbeat with a block size, like a publisher that has published blocks."""
     made = heartbeat(worker)
     endpoint = made.endpoint.model_copy(update={"block_size": BLOCK_SIZE})
     await client.publish(alive_subject(worker.worker_id), made.model_copy(update={"endpoint": endpoint}).pack())

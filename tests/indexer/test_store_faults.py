@@ -1,4 +1,4 @@
-"""A store without memory, without its functions, read-only, or evicting: under a whole replica and its readers."""
+"""A store without memory, without its functions, read-only, or evicting, under a whole replica and its readers."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ async def limit_memory(store: Store, bytes_: int) -> None:
 
 
 async def last_lease_ms(store: Store) -> int:
-    """When the last of the leases ends, by the store's clock."""
+    """The time at which the last lease ends, by the store's clock."""
     return max(int(lease.split()[0]) for lease in await store.client.hvals(LEASES))
 
 
@@ -56,7 +56,7 @@ async def test_without_memory_removals_and_sweeps_go_on_and_the_index_is_exact_a
         await growing.start()
         await growing.store_more(2_000)
         await until(lambda: has_applied_all(index, calm, growing), what="both are applied")
-        await limit_memory(store, 100_000)  # less than an empty server takes
+        await limit_memory(store, 100_000)  # less than an empty server uses
 
         await growing.store_more(1)
         first = sorted(key for _, key in calm.held)[-10:]

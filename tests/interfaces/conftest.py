@@ -1,4 +1,4 @@
-"""The router's interface is tested on the same store as the library that it stands on."""
+"""The router's interface is tested on the same store as the library that it builds on."""
 
 from tests.router_client.conftest import store
 

@@ -1,4 +1,4 @@
-"""A cache manager's interface: tables, requests, statistics, its raw allocator, its settings, and what changes at run time."""
+"""A cache manager's interface: tables, requests, statistics, its raw allocator, its settings, and changes at run time."""
 
 import pytest
 

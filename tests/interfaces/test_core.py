@@ -85,7 +85,7 @@ def test_a_whole_state_is_a_load() -> None:
     }
     read = read_load(state, "w", 7)
     assert read == WorkerState.model_validate({**state, "sampled_us": 7})
-    assert read_load(state, "w", 7, "rack-1").locality_domain == "rack-1"  # the publisher's own goes first
+    assert read_load(state, "w", 7, "rack-1").locality_domain == "rack-1"  # the publisher's own takes precedence
     with pytest.raises(InvalidValue, match="load field id is 'w'; expected v"):
         read_load(state, "v", 7)
     with pytest.raises(InvalidValue, match="load field locality_domain"):
@@ -113,7 +113,7 @@ def test_each_block_hint_has_a_size() -> None:
     prompt = Prompt.of_hints(hints)
     assert (prompt.input_tokens, prompt.block_size, prompt.hashes) == (138, 64, external_chain(["a", "b"]))
     assert [prompt.kv_bytes(0, 64, 64), prompt.kv_bytes(64, 128, 64), prompt.kv_bytes(32, 96, 64)] == [300, 100, 200]
-    assert prompt.kv_bytes(0, 138, 64) == 300 + 100 + 16  # behind the last full block as many a token as in it
+    assert prompt.kv_bytes(0, 138, 64) == 300 + 100 + 16  # after the last full block, as many per token as in it
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_bytes_of_events_are_what_the_index_and_prices_have() -> None:
     ledger = Ledger(LedgerSettings(model_id="model", tokenizer_id="tokenizer", set_semantics=True))
     tokens = list(range(8))
     ledger.fold(batch_of(open_batch({"block_hashes": ["a"], "token_ids": tokens[:4]}, bytes_per_block=100)))
-    assert ledger.sizes.block_bytes == 100  # what heartbeats, and so prices, have
+    assert ledger.sizes.block_bytes == 100  # as in heartbeats, and so in prices
     event = {"block_hashes": ["b"], "parent_block_hash": "a", "token_ids": tokens[4:], "bytes_per_block": 200}
     ledger.fold(batch_of(open_batch(event, bytes_per_block=100)))
     assert ledger.sizes.block_bytes == 200 and ledger.uses[SCOPE.scope_id].block_bytes == 200

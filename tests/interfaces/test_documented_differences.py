@@ -1,4 +1,4 @@
-"""Where an element of the four interfaces differs on purpose, a page says so."""
+"""If an element of the four interfaces differs on purpose, a page says so."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A residency index by what its interface asks, on each implementation in this process, and after a restart."""
+"""A residency index fulfils its interface, in each implementation in this process, and after a restart."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A paged cache's own unit tests, in our words, on the lenient `PagedCache`; what `KVCache` refuses is beside them."""
+"""A paged cache's own unit tests, in our words, on the lenient `PagedCache`; next to them, what `KVCache` refuses."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_a_shared_block_is_copied_on_write() -> None:
     copy = one.append_token(2)
     assert one.stats.copies == 1 and copy not in (one.block_table(1) or ()) and one.free_blocks == 17
     assert (one.cached_tokens(1), one.cached_tokens(2)) == (20, 21)
-    assert one.stats.allocations == 2  # a copy counts as one only
+    assert one.stats.allocations == 2  # a copy counts as only one
 
 
 def test_a_prefix_is_shared_onto_a_sequence_that_exists() -> None:

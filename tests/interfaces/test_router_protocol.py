@@ -1,4 +1,4 @@
-"""The router protocol: its events' payloads decode to the same values, and its request is answered by its own names."""
+"""The router protocol: its event payloads decode to the same values, and its request is answered with its own names."""
 
 import json
 
@@ -40,7 +40,7 @@ async def test_a_request_of_tokens_is_answered_with_the_selected_worker(store: S
         chosen = await select(tokens=PROMPT)
         required = chosen["required_blocks"]
         assert chosen == {"worker_id": "w2", "required_blocks": required, "overlap_blocks": int(str(required)) - 1}
-        for worker_id in (1, -1):  # an id that is a number is one
+        for worker_id in (1, -1):  # an id that is a number stays a number
             cold = await select(tokens=list(range(64)), allow=[str(worker_id)])
             assert (cold["worker_id"], cold["overlap_blocks"]) == (worker_id, 0)
         assert (await client.get("/status")).json()["held"] == 0  # nothing is booked

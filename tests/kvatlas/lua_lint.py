@@ -1,6 +1,6 @@
 """`python -m tests.kvatlas.lua_lint`: luacheck on each function library, as the server compiles it.
 
-Only there luacheck sees which names a file gets from earlier ones, and which of its own nobody uses.
+Only there does luacheck see which names a file gets from earlier ones, and which of its own are unused.
 """
 
 import re
@@ -23,7 +23,7 @@ _FINDING = re.compile(r"^stdin:(\d+):(.*)$", re.MULTILINE)
 
 
 def findings(library: FunctionLibrary, luacheck: str) -> list[str]:
-    """What luacheck finds: "file:line:column: text" each. Raises RuntimeError if it fails."""
+    """Luacheck's findings, each "file:line:column: text". Raises RuntimeError if it fails."""
     code = library.code.replace("#!", "--", 1)
     command = [luacheck, "-", "--codes", "--formatter", "plain"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=False, timeout=60)

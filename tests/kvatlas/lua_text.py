@@ -1,4 +1,4 @@
-"""What Lua files say: their constants, to hold them against Python's."""
+"""The constants in Lua files, to compare them with Python's."""
 
 import re
 

@@ -43,7 +43,7 @@ parents = st.none() | st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 
 
 def _once(event: IndexEvent) -> object:
-    """A message has at most one of these; it may have any number of others."""
+    """A key for events that a message may have only once; unique for all others."""
     return type(event) if isinstance(event, (Cleared, SnapshotBegin, SnapshotEnd)) else repr(event)
 
 

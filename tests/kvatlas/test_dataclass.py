@@ -1,4 +1,4 @@
-"""Values that each request makes are compared, hashed and replaced like the standard library's frozen dataclasses."""
+"""Values created for each request are compared, hashed and replaced like the standard library's frozen dataclasses."""
 
 import dataclasses
 from dataclasses import field

@@ -1,4 +1,4 @@
-"""The files of the function libraries: one command each, and far from Lua's limits."""
+"""The files of the function libraries have one command each, and are far from Lua's limits."""
 
 import re
 from collections.abc import AsyncIterator
@@ -13,9 +13,9 @@ from kvatlas.store.connection import Store, connected_store
 from kvatlas.store.function_library import FunctionLibrary
 
 MOST_LOCALS, LOCALS = 120, 200
-"""In scope at once, of LOCALS that Lua 5.1 allows."""
+"""Our limit of locals in scope at once; Lua 5.1 allows LOCALS."""
 MOST_UPVALUES, UPVALUES = 40, 60
-"""Of one function, of UPVALUES."""
+"""Our limit of a function's upvalues; Lua 5.1 allows UPVALUES."""
 
 PREFIXES = {INDEX_LIBRARY: "kvatlas_", POOL_LIBRARY: "kvatlas_pool_", FLEET_LIBRARY: "kvatlas_fleet_"}
 
@@ -29,7 +29,7 @@ async def store(fresh_valkey: str) -> AsyncIterator[Store]:
 
 
 def with_more(code: str, locals: int = 0, upvalues: int = 0) -> str:
-    """The code with so many more locals in each block, and upvalues in each function: the server's compiler counts them."""
+    """The code with this many more locals in each block and upvalues in each function, which the server's compiler counts."""
     more = [f"local more{i} = {i}" for i in range(upvalues)]
     code = code.replace("\n", "\n" + "".join(f"{line}\n" for line in more), 1)
     code = re.sub(r"^do$", "do\n" + "\n".join(f"local one{i}" for i in range(locals)), code, flags=re.MULTILINE)

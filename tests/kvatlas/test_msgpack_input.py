@@ -1,4 +1,4 @@
-"""Decoding msgpack from outside: what it may hold, and how much memory it may take."""
+"""Decoding msgpack from outside: what it may contain, and how much memory it may take."""
 
 import tracemalloc
 from contextlib import suppress

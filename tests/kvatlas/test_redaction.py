@@ -1,4 +1,4 @@
-"""Nothing secret in an address is ever shown, also if the address is mistyped."""
+"""Secrets in an address are never shown, even if the address is mistyped."""
 
 import string
 from collections.abc import Callable
@@ -42,12 +42,13 @@ FORMS = st.sampled_from(
 
 
 def fill(form: str, scheme: str, secret: str) -> str:
-    """A token has no colon, or it is a user and a password; a form without an @ gets none from the secret."""
+    """The form with the secret in it. A token has no colon; otherwise it is a user and a password. A form without an @ gets
+    none from the secret."""
     return form.format(scheme=scheme, secret=secret, token=secret.replace(":", ""), without_at=secret.replace("@", ""))
 
 
 def shows(text: str) -> bool:
-    """Is the beginning or the end of a secret in the text?"""
+    """True if the beginning or the end of a secret is in the text."""
     return "s3" in text or "cr3t" in text
 
 

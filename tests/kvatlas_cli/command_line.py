@@ -1,4 +1,4 @@
-"""The whole command line, every command of it: the program itself imports only the one that is run."""
+"""The whole command line with every command; the program itself imports only the one that is run."""
 
 from collections.abc import Callable
 from functools import cache

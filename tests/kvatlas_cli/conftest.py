@@ -50,7 +50,7 @@ Cli = Callable[..., Done]
 
 @pytest.fixture(autouse=True)
 def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command that runs in this process sets levels and handlers, which later tests would have."""
+    """Undo the levels and handlers that a command sets in this process, so that later tests don't have them."""
     root = logging.getLogger()
     handlers, level, levels = root.handlers[:], root.level, {name: logging.getLogger(name).level for name in OWN}
     monkeypatch.setattr(logs, "_formatter", logs._formatter)
@@ -63,7 +63,7 @@ def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run one command to its end, in this process, from an unrelated folder, for no terminal."""
+    """Run one command to its end, in this process, from an unrelated folder, without a terminal."""
     for name in os.environ:
         if name == "COLUMNS" or name.startswith(("KVATLAS_", "OTEL_")):
             monkeypatch.delenv(name)
@@ -82,7 +82,8 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def _run(words: tuple[str, ...]) -> int:
-    """Its exit code. It must leave no thread behind, but the one that starts this process's children."""
+    """Run a command, and return its exit code. It must leave no thread behind except the one that starts this process's
+    children."""
     before = set(threading.enumerate())
     code = main.run(words)
 
@@ -112,7 +113,7 @@ def start_command(*words: str, **variables: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(autouse=True)
 def _no_command_left() -> Iterator[None]:
-    """Also of a test that fails."""
+    """End the commands that a test started, even if it failed."""
     yield
     while _started:
         process = _started.pop()

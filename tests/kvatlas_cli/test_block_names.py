@@ -1,4 +1,4 @@
-"""A block by its sequence hash, its key and an engine's own hash: on the command line and over HTTP, as processes do it."""
+"""A block is found by its sequence hash, its key and an engine's own hash, on the command line and over HTTP."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Fleet:
     page: httpx.Client
 
     def ask(self, command: str, *words: str) -> list[str]:
-        """(worker, hash) of what a command answers, as text."""
+        """(worker, hash) of each block in a command's answer, as text."""
         done = self.cli(command, *words, "--model-id", "m", "--json", *self.servers)
         assert (done.code, done.err) == (0, ""), done.err
         return [f"{one['worker']} {one['sequence_hash']}" for one in json.loads(done.out)]

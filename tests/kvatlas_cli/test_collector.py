@@ -1,4 +1,4 @@
-"""A collector that follows the pods which a Kubernetes API lists: real engines, a real NATS."""
+"""A collector follows the pods that a Kubernetes API lists, with real engines and a real NATS."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,7 +32,7 @@ def pod_object(
 
 @asynccontextmanager
 async def collecting(namespace: Namespace, port: int, nats_url: str, folder: Path) -> AsyncIterator[dict[str, bytes]]:
-    """Yields the last heartbeat of each worker; one that is removed comes back with the next."""
+    """Yields the last heartbeat of each worker; a removed entry comes back with the worker's next heartbeat."""
     heard: dict[str, bytes] = {}
 
     async def note(message: Msg) -> None:

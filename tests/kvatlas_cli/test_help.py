@@ -153,7 +153,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     ],
 )
 def test_aiohttp_is_imported_only_where_an_address_may_be_of_websockets(words: list[str], loaded: bool) -> None:
-    """A third of the start-up time of a command with NATS."""
+    """The import takes a third of the start-up time of a command with NATS."""
     code = (
         "import sys; from kvatlas_cli.main import run\n"
         f"run([*{words!r}, '--help'])\n"

@@ -1,4 +1,4 @@
-"""A second layout is filled while the first answers; then it answers, and the first is deleted."""
+"""A second layout is filled while the first one answers; then the second one answers, and the first is deleted."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,7 +49,7 @@ async def nats_client(fresh_nats: str) -> AsyncIterator[Client]:
 
 
 class Watch:
-    """Asks a router's index for what every worker holds for certain, again and again."""
+    """Keeps asking a router's index for what every worker certainly holds."""
 
     def __init__(self, index: AnsweringIndex, publishers: list[CountingPublisher]) -> None:
         self._index = index
@@ -57,7 +57,7 @@ class Watch:
         self.asked = 0
 
     async def run(self) -> None:
-        """Until cancelled. Raises AssertionError for a wrong answer, or one that lacks something."""
+        """Ask until cancelled. Raises AssertionError for a wrong or incomplete answer."""
         while True:
             for worker_id, hashes in self._certain.items():
                 found = await self._index.overlap(SCOPE, hashes)
@@ -112,7 +112,7 @@ async def has_layout(store: Store, number: int) -> bool:
 
 
 async def run_replica(nats_url: str, redis_url: str, settings: dict[str, object]) -> None:
-    """Until cancelled."""
+    """Run a replica until cancelled."""
     async with running_replica(nats_url, redis_url, **settings):
         await anyio.sleep_forever()
 

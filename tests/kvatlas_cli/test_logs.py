@@ -1,4 +1,4 @@
-"""What a service logs on stderr."""
+"""A service's log on stderr."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def test_a_name_writes_no_second_line_and_moves_no_cursor(capsys: pytest.Capture
 
 
 def passed(seconds: list[float], *args: object) -> list[str]:
-    """The messages that pass, of one line logged at each of these times."""
+    """The messages that pass if one line is logged at each of these times."""
     limit, found = RepetitionFilter(), []
     for second in seconds:
         record = logging.LogRecord("kvatlas.indexer", logging.WARNING, "", 0, "shard %d: failed (%s)", args, None)

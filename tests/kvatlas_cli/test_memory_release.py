@@ -1,4 +1,4 @@
-"""What a burst left with the C library's allocator goes back to the system."""
+"""Memory that the C library's allocator keeps after a burst is returned to the system."""
 
 import subprocess
 import sys

@@ -250,7 +250,7 @@ OVERLAP = ("overlap", *ROUTE[1:])
     "words", [("export",), ("workers",), ("rates",), ("audit",), ROUTE, OVERLAP, ("indexer", "--no-wait")]
 )
 def test_an_unreachable_store_is_named(cli: Cli, words: tuple[str, ...]) -> None:
-    """Questions say so at once; a service only if it is told not to wait."""
+    """Queries report it at once, a service only if it is set not to wait."""
     done = cli(*words, "--redis-url", f"redis://:secret@{UNUSED_ADDRESS}", stdin="1 2 3")
     assert done.code == 1 and done.out == ""
     assert re.fullmatch(r"kvatlas: Redis at redis://\*\*\*@127\.0\.0\.1:1: .*refused.*\n", done.err)

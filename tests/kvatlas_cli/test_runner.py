@@ -17,7 +17,7 @@ def test_a_stop_that_a_library_swallowed_while_a_service_starts_counts_when_it_i
         os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(
             asyncio.CancelledError
-        ):  # as Python 3.11's `wait_for` does when its result arrives with it
+        ):  # as Python 3.11's `wait_for` does if its result arrives at the same time
             await asyncio.sleep(60)
         print_ready("up")
         await asyncio.sleep(60)

@@ -1,4 +1,5 @@
-"""Passwords in servers' addresses, of running processes whose servers go away: in no log line and on no status page."""
+"""Passwords in the servers' addresses of running processes, whose servers go away, appear in no log line and on no status
+page."""
 
 import re
 import subprocess
@@ -17,7 +18,7 @@ from tests.http_client import trusted
 SECRET = "s3cr3t-of-a-server"
 WORKER = ["--engine", "open", "--worker-id", "w", "--model-id", "m"]
 STORED = b'{"engine_id": "e", "events": [{"type": "block_stored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2}]}'
-"""Something to publish: a publisher that has nothing to say does not miss NATS."""
+"""Something to publish: a publisher without events does not miss NATS."""
 AWAY = re.compile("NATS is not connected|Connection (refused|closed)")
 COMMANDS = {
     "indexer": ["--member-id", "i1", "--status-port"],

@@ -26,9 +26,10 @@ TABLES = {
     "doctor": (("--listen-s", "0.05"), "no indexer is running"),
     "top": ((), "9223372036854775809"),
 }
-"""Their further flags, and what must be readable."""
+"""The commands' additional flags, and the texts that must be readable."""
 ALIKE = {"children", "replay", "calibrate"}
-"""They print by the same functions: `children` as `locate` does, but needs a side index; a replay takes minutes."""
+"""They print with functions that are tested here: `children` prints like `locate`, but needs a side index; a replay takes
+minutes."""
 
 
 @pytest.mark.parametrize("command", TABLES)

@@ -1,4 +1,4 @@
-"""The commands together, as a user runs them: an engine, its sidecar, an indexer, and queries."""
+"""The commands together, as a user would run them: an engine, its sidecar, an indexer, and queries."""
 
 import json
 import re
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 @contextmanager
 def running(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a service, which must stop cleanly on SIGTERM and without a traceback."""
+    """Run a service, which must stop cleanly on SIGTERM without a traceback."""
     process = start_command(*words, **variables)
     assert process.stdout is not None and process.stderr is not None
     with process.stdout, process.stderr as errors:
@@ -35,7 +35,7 @@ def running(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """The match in the first line of a service's stderr that has the pattern."""
+    """The match in the first line of a service's stderr that contains the pattern."""
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(pattern, line):
@@ -60,7 +60,7 @@ def complete(engine_url: str) -> None:
 
 
 def check_queries(cli: Cli, redis_url: str, worker_id: str, engine_url: str) -> None:
-    """The blocks that the engine computed are found by their token ids."""
+    """Check that the blocks that the engine computed are found by their token ids."""
     blocks = len(PROMPT) // BLOCK_SIZE
 
     def held() -> bool:
@@ -153,6 +153,6 @@ def test_a_second_indexer_and_a_separate_sidecar_work(cli: Cli, engine: tuple[st
             check_queries(cli, printed["redis_url"], "w2", url)
         silent = ["--engine", "vllm", "--no-events", "--engine-url", url, "--worker-id", "w3", "--model-id", "m"]
         with running("publish", *silent, "--dp-size", "2", **variables) as sidecar:
-            # the ranks of an engine start side by side: either may be the first
+            # an engine's ranks start concurrently: either may be first
             first = wait_for_line(sidecar, r"worker w3-dp([01]) is published")[1]
             wait_for_line(sidecar, f"worker w3-dp{1 - int(first)} is published")

@@ -31,11 +31,11 @@ class Stream:
         return [one for one in self.messages if one[0] > after_seq and one[1].startswith(token)][:count]
 
     def lose_oldest(self, count: int) -> None:
-        """By its limits, or by a purge."""
+        """Lose the oldest messages to the stream's limits, or to a purge."""
         self.messages = self.messages[count:]
 
     def lose_newest(self, count: int) -> None:
-        """A server came back without its last writes: their numbers are used again."""
+        """Lose the newest messages, as if a server had come back without its last writes: their numbers are used again."""
         for _ in range(min(count, len(self.messages))):
             self.messages.pop()
             self.last_seq -= 1

@@ -1,5 +1,5 @@
-"""An engine: blocks of a few small trees in two namespaces, in HBM and (as copies) in host memory; a feed and a replay
-buffer, both lossy. What it holds is the truth."""
+"""An engine: blocks of a few small trees in two namespaces, in HBM and (as copies) in host memory, with a feed and a replay
+buffer, both lossy. Its blocks are the truth."""
 
 import random
 from collections import Counter
@@ -64,17 +64,17 @@ class Engine:
         self.ever: set[TieredBlock] = set()
 
     def restart(self) -> None:
-        """Another process on the same endpoint: nothing is cached, seq starts at 0."""
+        """Start another process on the same endpoint: nothing is cached, and seq starts at 0."""
         self.process += 1
         self.copies.clear()
         self.seq, self.buffer = 0, []
 
     def name(self, block: Block) -> int:
-        """The engine hash. Two namespaces may share its low bits, never all of it."""
+        """The block's engine hash. Two namespaces may share its low bits, but never all of it."""
         return crc32(repr(block).encode()) << 8 | len(block[1])
 
     def usable(self, granularity: int) -> set[TieredBlock]:
-        """What a request could use: blocks without a hole before them; every granularity-th of them."""
+        """What a request could use: every granularity-th of the blocks without a hole before them."""
         held = {block for (block, _), count in self.copies.items() if count}
         return {
             tiered_block(block, tier)
@@ -160,7 +160,7 @@ class Engine:
         self.seq += 1
 
     def replay(self, first_seq: int) -> tuple[list[tuple[int, bytes]], bool]:
-        """(batches, did the end marker come?)"""
+        """(batches, True if the end marker came)"""
         got = [one for one in self.buffer if one[0] >= first_seq]
         if self.world.fault("feed", 0.3):
             return [one for one in got if self.world.random.random() < 0.7], False

@@ -1,4 +1,4 @@
-"""What must hold in a run, and what is remembered to check it.
+"""The invariants of a run, and the state that is kept to check them.
 
 The content of each message is remembered when it is first sent, and compared with the index after every call:
 
@@ -55,7 +55,7 @@ class Invariants:
     # ------------------------------------------------------------ what was published
 
     def remember(self, worker_id: str, payload: bytes) -> None:
-        """A message is sent; it may have been sent before."""
+        """Remember a sent message; it may have been sent before."""
         message = wire.decode(payload)
         incarnations = self._published.setdefault(worker_id, {})
         incarnation = incarnations.setdefault(message.incarnation, Incarnation([], []))

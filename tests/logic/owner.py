@@ -1,4 +1,4 @@
-"""An indexer replica that believes it owns every partition: the project's own judges, repair and liveness.
+"""An indexer replica that believes that it owns every partition, with the project's own judges, repair and liveness.
 
 Its tasks are stepped, and dropped together when it crashes.
 """
@@ -61,14 +61,14 @@ class BusClient:
 
 
 class SteppedReader:
-    """Reads one partition by the project's own rules, a few messages a round."""
+    """Reads one partition by the project's own rules, a few messages per round."""
 
     def __init__(self, owner: "Owner", partition: int) -> None:
         self._owner = owner
         self._world = owner.world
         self._partition = partition
         self._position: Position | None = None
-        """Of the last message read; None before it is known."""
+        """Position of the last message read; None if not known yet."""
 
     @property
     def at_end(self) -> bool:
@@ -116,7 +116,7 @@ class SteppedReader:
 
 
 class EveryPartition:
-    """What `OwnedPartitions` is for the other parts; every partition is owned, and the world steps the readers."""
+    """Replaces `OwnedPartitions` for the other parts: every partition is owned, and the world steps the readers."""
 
     def __init__(self, owner: "Owner") -> None:
         self.readers = {partition: SteppedReader(owner, partition) for partition in range(owner.world.shape.partitions)}
@@ -185,15 +185,15 @@ class Owner:
         await self.heartbeats.listen()
 
     def crash(self) -> None:
-        """SIGKILL between any two of its steps."""
+        """Crash as by SIGKILL, between any two of its steps."""
         for task in self._tasks.values():
             task.drop()
 
     # ------------------------------------------------------------ steps
 
     def step(self, name: str) -> None:
-        """One step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; a new round begins if none is
-        under way."""
+        """Run one step of `judge`, `beat`, `sweep <shard>`, `scrub <shard>` or `read <partition>`; begins a new round if none
+        is under way."""
         task = self._tasks.get(name)
         if task is None:
             task_name, _, number = name.partition(" ")
@@ -202,7 +202,7 @@ class Owner:
             del self._tasks[name]
 
     def finish(self, name: str) -> None:
-        """The rest of the round under way, and one round more."""
+        """Run the rest of the round under way, and one more round."""
         for _ in range(2):
             self.step(name)
             while name in self._tasks:

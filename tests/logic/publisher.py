@@ -71,7 +71,7 @@ class Publisher:
     # ------------------------------------------------------------ the engine's feed
 
     def catch_up(self) -> None:
-        """Before the first incarnation: is the engine's process still the saved one?"""
+        """Check, before the first incarnation, whether the engine's process is still the saved one."""
         self._follow(self.continuity.resume())
         if not self.continuity.unproven:
             self.changelog.require_incarnation(IncarnationReason.START)
@@ -86,7 +86,7 @@ class Publisher:
             self.settle()
 
     def probe(self) -> None:
-        """Has the engine restarted? In silence: was a last batch lost?"""
+        """Check whether the engine has restarted and, if it is silent, whether a last batch was lost."""
         if not self.ready:
             self.catch_up()
         elif "poll" in self.world.on and self.process != self.engine.process:
@@ -121,7 +121,7 @@ class Publisher:
         self.changelog.checkpoint(self.world.now_us)
 
     def begin(self) -> None:
-        """Take a number for the incarnation that is due; at the next call, as after a grant, begin it."""
+        """Take a number for the incarnation that is due; the next call, like one after a grant, begins it."""
         if self.changelog.incarnation_due is None:
             return
         if not self._next_incarnation:
@@ -131,7 +131,7 @@ class Publisher:
         self.changelog.begin_incarnation(incarnation, self.world.now_us)
 
     def withdraw(self) -> None:
-        """A grant is refused."""
+        """Withdraw, because a grant is refused."""
         self.changelog.withdraw(self.world.now_us)
 
     def request_snapshot(self, above: int) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of worlds: their sizes, which faults they have, and how often."""
+"""The kinds of worlds: their sizes, their faults, and the rates of these."""
 
 from tests.logic.world import Shape
 

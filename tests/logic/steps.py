@@ -32,7 +32,7 @@ class Steps:
 
 
 def to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
-    """All steps, without a pause."""
+    """Run all steps without a pause."""
     steps = Steps(coroutine)
     while steps.step():
         pass

@@ -30,7 +30,7 @@ class SteppedIndex(MemoryIndex):
     # ------------------------------------------------------------ faults
 
     def failover(self, shard: int, calls: int) -> None:
-        """A replica without the last calls' writes takes over."""
+        """Let a replica without the last calls' writes take over."""
         state = None
         for _ in range(min(calls, len(self._past[shard]))):
             state = self._past[shard].pop()

@@ -1,6 +1,6 @@
 """The project's whole logic under every fault at once (see `tests.logic.world` for the invariants).
 
-LOGIC_SEEDS   seeds for each shape of world (default 4), besides two that are random
+LOGIC_SEEDS   seeds for each shape of world (default 4), plus two random ones
 LOGIC_SEED    the first of them (default 0); a failure names its seed: LOGIC_SEED=<seed> LOGIC_SEEDS=1 runs it again
 """
 
@@ -59,7 +59,7 @@ def test_the_lost_tail_of_an_idle_worker_is_noticed_by_its_heartbeat(seed: int) 
         world.engines[0].work()
         world.publish()
     assert world.publishers[0].quiet
-    world.stream.lose_newest(world.stream.last_seq - before)  # acknowledged, and not read yet
+    world.stream.lose_newest(world.stream.last_seq - before)  # acknowledged, but not read yet
     world.run_laps(0)
     world.invariants.check_end(world.publishers[0].counters.snapshots - snapshots)
     assert world.publishers[0].counters.snapshots > snapshots

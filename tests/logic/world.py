@@ -1,4 +1,4 @@
-"""The world of one run: engines, publishers, a stream, owners, a store; one random move after the other."""
+"""The world of one run: engines, publishers, a stream, owners and a store, with one random move after another."""
 
 import random
 from collections import Counter
@@ -22,14 +22,14 @@ ALL_FAULTS = (
 LAPS = 400
 LAP_S = 0.5
 TICK_S = 3.0
-"""Shorter than a pause that an owner takes for its own."""
+"""Shorter than a pause that an owner would take for its own."""
 SLOW = 0.3
 """Fraction of the usual reading that owners do in every other stretch of SLOW_S."""
 SLOW_S = 8.0
 SLOW_LAPS = 40
-"""Laps in which owners read slowly after the faults: what is missing may just be on its way."""
+"""Laps after the faults in which owners read slowly: missing messages may still be in flight."""
 QUIET_LAPS = 14
-"""Longer than heartbeats of another incarnation are remembered."""
+"""Longer than heartbeats of another incarnation are remembered for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ class World:
         self.owners[at] = Owner(self)
 
     def _silence(self, number: int) -> None:
-        """Its heartbeats are lost until it is lost, or retired."""
+        """Lose a worker's heartbeats until it counts as lost, or is retired."""
         self._silent_until_s[number] = self.now_s + self.random.choice((6, 70))
         if self.random.random() < 0.5:
             self._time_passes(65)
 
     def _time_passes(self, seconds: float) -> None:
-        """Nothing happens but heartbeats and the owners' rounds."""
+        """Let time pass in which nothing happens but heartbeats and the owners' rounds."""
         for _ in range(round(seconds / TICK_S)):
             self.now_s += TICK_S
             for one in (*self.publishers, *self.zombies):
@@ -196,7 +196,7 @@ class World:
         self.skew_s = -self.random.uniform(0, self.now_s)
 
     def _damage(self, shard: int) -> None:
-        """Blocks change without a message. From then on only the end is checked."""
+        """Change blocks without a message. From then on, only the end is checked."""
         blocks = self.index.shard_states()[shard].table.blocks
         held = [(scope_id, key) for scope_id, keys in blocks.items() for key in keys]
         if not held:
@@ -243,8 +243,8 @@ class World:
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """The faults stop: the index must become exact by itself."""
-        for _ in range(3):  # last faults: no later message shows what they hit
+        """Stop the faults; the index must then become exact by itself."""
+        for _ in range(3):  # final faults: no later message shows what they hit
             weights, names, moves = zip(*self._faults(), strict=True)
             at = self.random.choices(range(len(moves)), weights)[0]
             self.log.append(names[at])
@@ -269,7 +269,7 @@ class World:
             self.invariants.check_gone(gone)
 
     def run_laps(self, busy: int) -> None:
-        """Engines work in the first `busy` laps; then until nothing more happens."""
+        """Run laps until nothing more happens; engines work only in the first `busy` ones."""
         quiet = 0
         for lap in range(LAPS):
             self._run_lap(lap, busy)
@@ -305,7 +305,7 @@ class World:
             self._request()
 
     def publish(self) -> None:
-        """Publishers send what their engines reported."""
+        """Let publishers send what their engines reported."""
         for one in self.publishers:
             while one.feed:
                 one.on_feed()
@@ -330,13 +330,13 @@ class World:
 
 
 def _with_entry(value: bytes, entry: bytes) -> bytes:
-    """A holders value with this entry, unless its holder already has one in it."""
+    """The holders value with this entry added, unless its holder already has one."""
     entries = {value[at : at + 3]: value[at : at + 4] for at in range(0, len(value), 4)}
     return b"".join(entries.get(number, entry) for number in sorted({*entries, entry[:3]}))
 
 
 def _worker_ids(shape: Shape) -> list[str]:
-    """Names in all partitions, and so in all shards."""
+    """Worker ids in all partitions, and so in all shards."""
     names: list[str] = []
     for number in range(shape.engines):
         wanted = number % shape.partitions

@@ -1,1 +1,2 @@
-"""Faults that a person on call meets: what doctor, alerts, pages and logs say of each, and that all is green after it."""
+"""Faults that a person on call meets: what doctor, alerts, pages and logs say about each, and that everything is green
+afterwards."""

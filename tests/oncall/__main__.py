@@ -1,7 +1,8 @@
-"""`python -m tests.oncall [FAULT...]`: what doctor, alert, page and log say of each fault at 10 s, at 30 s, and after recovery.
+"""`python -m tests.oncall [FAULT...]`: what doctor, alerts, pages and logs say about each fault after 10 s, after 30 s, and
+after recovery.
 
-A fleet of processes serves requests, and a real Prometheus evaluates the rules, in which time runs faster. Needs Debian's
-`prometheus`. Exit code 0 if everything that is said is right.
+A fleet of processes serves requests, and a real Prometheus evaluates the rules, with shortened times. Needs Debian's
+`prometheus`. Exit code 0 if everything they say is right.
 """
 
 import json
@@ -22,7 +23,7 @@ from tests.oncall.fleet import Fleet, Said, running_fleet
 from tests.oncall.servers import SERVER_FAULTS, bus_and_store
 
 LOOKS_S = (10.0, 30.0)
-"""Everything has to be right at the last of them; at the first, nothing may be blamed that is well."""
+"""At the last of these times everything has to be right; at the first one, nothing healthy may be blamed."""
 CALM_S = 5.0
 RECOVERS_S = 100.0
 """Counters have windows of a minute."""
@@ -36,7 +37,7 @@ async def firing(url: str) -> set[str]:
 
 
 def judge(fault: Fault, said: Said, *, late: bool) -> list[str]:
-    """What the doctor says otherwise than it should. Not `late`: it may not know of the fault yet."""
+    """The doctor's wrong statements. If not `late`, it may not know about the fault yet."""
     wrong = []
     if late:
         wrong = [] if fault.answer in said.answer else [f"doctor answers {said.answer!r}; expected {fault.answer!r}"]
@@ -48,7 +49,7 @@ def judge(fault: Fault, said: Said, *, late: bool) -> list[str]:
 
 
 async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
-    """What went wrong, a line each."""
+    """Everything that went wrong, one line each."""
     wrong: list[str] = []
     async with (
         bus_and_store() as (nats, store),
@@ -93,9 +94,9 @@ async def try_fault(name: str, fault: Fault, folder: Path) -> list[str]:
 
 
 async def lost_in_calm(fleet: Fleet) -> list[str]:
-    """What is lost of the requests of CALM_S."""
+    """Requests that are lost within CALM_S."""
     answered, failures = fleet.answered, fleet.failures.copy()
-    await anyio.sleep(CALM_S)  # of traffic
+    await anyio.sleep(CALM_S)  # traffic
     lost = fleet.failures - failures
     found = [f"{lost.total()} requests lost: {dict(lost)}"] if lost else []
     return found if fleet.answered > answered else [*found, "no request answered"]
@@ -110,7 +111,7 @@ async def still_firing(url: str) -> list[str]:
 
 
 async def until_green(fleet: Fleet) -> list[str]:
-    """What is still wrong after RECOVERS_S."""
+    """Everything that is still wrong after RECOVERS_S."""
     deadline_s = monotonic() + RECOVERS_S
     while not (said := await fleet.ask_doctor()).green and monotonic() < deadline_s:
         await anyio.sleep(1.0)  # between two looks

@@ -1,4 +1,4 @@
-"""What is done to a fleet, and undone; and what has to be said of it."""
+"""Faults in a fleet and their repair, and what has to be said about each."""
 
 import resource
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -24,12 +24,12 @@ Made = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done, and what has to be said of it; empty: nothing is asked.
+    """A fault, and what has to be said about it; empty: nothing is required.
 
-    `answer`: what doctor's first line has to contain. `checks`: each check with what its line has to contain; nothing but these
-    and `also` may be wrong. `alert`: the one that fires, and nothing but it and `also_alerts`. `page`: what the router's or the
-    indexer's /status has to contain; `log`: what some part's log has to. `loses`: requests may be lost while it lasts.
-    `deadline_ms`: how long the router's decisions wait.
+    `answer`: text that doctor's first line has to contain. `checks`: for each check, text that its line has to contain; only
+    these and `also` may find anything. `alert`: the alert that fires; only it and `also_alerts` may. `page`: text that the
+    router's or the indexer's /status has to contain; `log`: text that some part's log has to contain. `loses`: requests may be
+    lost while it lasts. `deadline_ms`: how long the router's decisions wait.
     """
 
     made: Made
@@ -57,7 +57,7 @@ async def all_engines_drain(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def engine_stands_still(fleet: Fleet) -> AsyncIterator[None]:
-    """As a GPU that hangs: the process is there, and computes nothing."""
+    """As with a GPU that hangs: the process is there, but computes nothing."""
     fleet.engines[0].pause()
     yield
     fleet.engines[0].resume()
@@ -73,7 +73,7 @@ async def sidecar_is_killed(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def second_fleet_on_this_nats(fleet: Fleet) -> AsyncIterator[None]:
-    """Another indexer, with a store of its own."""
+    """Another indexer, with its own store."""
     async with valkey_server() as store:
         flags = ["--nats-url", fleet.nats.url, "--redis-url", store.url]
         other = child(fleet, "other-indexer", "belongs to fleet", "indexer", *flags)
@@ -108,7 +108,7 @@ async def few_descriptors(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def managed_store_that_evicts(fleet: Fleet) -> AsyncIterator[None]:
-    """Its policy changes behind a CONFIG that is refused."""
+    """Its policy changes while CONFIG is refused."""
     async with Redis.from_url(fleet.store.url) as store:
         await store.config_set("maxmemory-policy", "allkeys-lru")
         await store.execute_command("ACL", "SETUSER", "default", "-config")  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ async def bus_is_gone(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def publisher_of_another_fleet(fleet: Fleet) -> AsyncIterator[None]:
-    """It has the id of its fleet, the NATS of this one, and a worker id that is taken here."""
+    """It has its own fleet's id, but this fleet's NATS and a worker id that is taken here."""
     ports = [free_port(), free_port(), free_port()]
     other = sidecar(fleet, "sidecar-other", "w0", ports, "--fleet-id", OTHER_FLEET)
     other.start()
@@ -231,7 +231,7 @@ async def model_under_a_wrong_name(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _more(fleet: Fleet, *parts: ChildProcess) -> AsyncIterator[None]:
-    """Parts that are there for a while; sidecars leave as they should."""
+    """Run additional parts for a while; sidecars are stopped properly."""
     async with AsyncExitStack() as stack:
         for one in parts:
             stack.callback(one.close)
@@ -243,7 +243,7 @@ async def _more(fleet: Fleet, *parts: ChildProcess) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def clients_give_up(fleet: Fleet) -> AsyncIterator[None]:
-    """Others than those whose requests are counted."""
+    """Clients other than those whose requests are counted."""
     async with http_client(base_url=fleet.router_url, timeout=0.3) as client:
 
         async def ask() -> None:
@@ -282,7 +282,7 @@ FAULTS: Mapping[str, Fault] = {
                 "routers.gone",
                 "routers.answers",
             }
-        ),  # prompts that move to the other engine together find what was stored after their choice
+        ),  # prompts that move to the other engine together find blocks stored after their choice
         also_alerts=frozenset({"KvatlasEngineStalled"}),
     ),
     "sidecar_is_killed": Fault(
@@ -356,7 +356,7 @@ FAULTS: Mapping[str, Fault] = {
         alert="KvatlasStoreFails",
         also_alerts=frozenset({"KvatlasDecisionsWithoutIndex", "KvatlasPartitionsWithoutOwner"}),
     ),
-    # until the index is whole again, more is cached than was predicted
+    # until the index is complete again, more is cached than was predicted
     "store_comes_back_empty": Fault(store_comes_back_empty, "? Yes, by 2 of 2", also=frozenset({"routers.answers"})),
     "bus_comes_back_empty": Fault(bus_comes_back_empty, "? Yes, by 2 of 2"),
     "bus_is_gone": Fault(

@@ -1,4 +1,4 @@
-"""A small fleet of processes of its own for each fault."""
+"""A small, separate fleet of processes for each fault."""
 
 import json
 import sys
@@ -23,21 +23,21 @@ from tests.http_client import http_client
 MODEL = "m"
 REQUESTS_PER_S = 8
 OF_A_SLOW_MACHINE = frozenset({"routers.answers", "store.distance", "store.reachable"})
-"""What doctor finds in times: events that came late, a store that answers late, or too late for all of the examination."""
+"""The doctor's findings about times: late events, a store that answers late, or too late for the whole examination."""
 PATIENT_MS = 2_000
-"""How long a decision waits for the store: a machine that is shared with others answers late."""
+"""How long a decision waits for the store: a shared machine answers late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the doctor says. `findings`: its lines by check, those that are no warning or error left out."""
+    """The doctor's output. `findings`: its lines by check, without those that are neither warnings nor errors."""
 
     answer: str
     findings: Mapping[str, Sequence[str]]
 
     @property
     def blamed(self) -> set[str]:
-        """The checks that find something, without those that a busy machine may cause now."""
+        """The checks that find something, except what a busy machine may cause now."""
         return self.findings.keys() - (OF_A_SLOW_MACHINE if is_busy() else frozenset())
 
     @property
@@ -61,7 +61,7 @@ class Fleet:
     router_url: str = ""
     answered: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Requests that got no answer, by what they got instead."""
+    """Number of requests that got no answer, by what they got instead."""
 
     @property
     def failed(self) -> int:
@@ -72,7 +72,7 @@ class Fleet:
         return f"redis://{LOOPBACK}:{self.near.port}"
 
     async def ask_doctor(self, *flags: str) -> Said:
-        """Run the command."""
+        """Run the doctor."""
         words = ["doctor", "--json", "--nats-url", self.nats.url, "--redis-url", self.redis_url, *flags]
         command = [sys.executable, "-m", "kvatlas_cli.main", *words]
         done = await anyio.run_process(command, check=False, env=environment())
@@ -85,7 +85,7 @@ class Fleet:
         return Said(" | ".join(answers), findings)
 
     async def replace(self, part: str, ready: str, **variables: str) -> None:
-        """Start a part again with another environment."""
+        """Restart a part with different environment variables."""
         old = self.parts[part]
         await old.stop()
         self.parts[part] = child(self, part, ready, *old.arguments, **{**old.variables, **variables})
@@ -108,12 +108,12 @@ class Fleet:
             part.close()
 
     def log(self) -> str:
-        """Of all parts, since their last start."""
+        """The logs of all parts since their last start."""
         every = [*self.parts.values(), *self.sidecars, *self.engines]
         return "\n".join(one.log_text() for one in every if one.log.exists())
 
     async def send_requests(self) -> None:
-        """Until cancelled: prompts of a few conversations."""
+        """Send prompts of a few conversations, until cancelled."""
         number = 0
         async with http_client(base_url=self.router_url, timeout=8) as client:
 
@@ -173,7 +173,7 @@ def engine(fleet: Fleet, name: str, ports: Sequence[int]) -> ChildProcess:
 async def running_fleet(
     folder: Path, nats: EmbeddedServer, store: EmbeddedServer, deadline_ms: int = PATIENT_MS
 ) -> AsyncIterator[Fleet]:
-    """Started, with its parts ready. `deadline_ms`: of the router's decisions."""
+    """A started fleet whose parts are ready. `deadline_ms`: the deadline of the router's decisions."""
     async with AsyncExitStack() as stack:
         near = await stack.enter_async_context(TcpProxy(int(store.url.rpartition(":")[2].split("/")[0]), "store"))
         fleet = Fleet(folder, nats, store, near)

@@ -1,4 +1,4 @@
-"""Faults of servers that fleets start with: a stream without room, a certificate that has expired."""
+"""Server faults that are present when a fleet starts: a stream without space, an expired certificate."""
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -22,7 +22,7 @@ async def bus_and_store() -> AsyncIterator[tuple[EmbeddedServer, EmbeddedServer]
 
 
 async def doctor(*flags: str) -> list[str]:
-    """Its lines."""
+    """The doctor's lines."""
     command = [sys.executable, "-m", "kvatlas_cli.main", "doctor", "--listen-s", "1", *flags]
     done = await anyio.run_process(command, check=False, env=environment())
     return done.stdout.decode().splitlines()
@@ -33,7 +33,7 @@ def errors_of(lines: list[str]) -> list[str]:
 
 
 async def stream_is_too_large(folder: Path) -> list[str]:
-    """JetStream has less storage than the stream may take: one error with the cure, from the indexer itself."""
+    """JetStream has less storage than the stream may take: the indexer itself reports one error with the cure."""
     async with nats_server(max_file_store_bytes=64 << 20) as nats, valkey_server() as store:
         flags = ["--nats-url", nats.url, "--redis-url", store.url]
         indexer = ChildProcess("indexer", ["indexer", *flags], "can't be created", folder)
@@ -50,7 +50,7 @@ async def stream_is_too_large(folder: Path) -> list[str]:
 
 
 async def certificate_has_expired(folder: Path) -> list[str]:
-    """NATS' certificate: the line says so, and blames no URL; after its renewal all is well."""
+    """NATS' certificate has expired: the line says so, and blames no URL; after its renewal all is well."""
     authority = Authority(folder)
     issued = authority.issue("localhost", "127.0.0.1", days=-1)
     config = f'tls {{ cert_file: "{issued.certificate}", key_file: "{issued.key}" }}'

@@ -1,5 +1,5 @@
-"""A fleet on three NATS servers with TLS between all, whose users are proven by certificates: all of these are renewed while
-requests run, and each server is lost, and stands still, for a while."""
+"""A fleet on three NATS servers with TLS everywhere and users proven by certificates. All certificates are renewed while
+requests run, and each server is lost, and then stands still, for a while."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STILL_S = 15.0
 
 
 class Certificates:
-    """Those of the servers and of the users, in one folder, each under its name."""
+    """The certificates of servers and users, in one folder, each under its name."""
 
     def __init__(self, folder: Path) -> None:
         self._authority = Authority(folder)
@@ -37,7 +37,7 @@ class Certificates:
             self._authority.issue(*([name] if name in USERS else [LOOPBACK]), days=30, file=name)
 
     def of_server(self, number: int) -> Mapping[str, str]:
-        """As NATS' configuration names them."""
+        """A server's files, as NATS' configuration names them."""
         file = str(self._folder / f"nats-{number}")
         return {"cert_file": f"{file}.pem", "key_file": f"{file}.key", "ca_file": str(self._authority.file)}
 
@@ -49,7 +49,7 @@ class Certificates:
 
 @asynccontextmanager
 async def tls_servers(folder: Path, certificates: Certificates, users: str) -> AsyncIterator[list[EmbeddedServer]]:
-    """`users`: their part of NATS' configuration."""
+    """`users`: the users' part of NATS' configuration."""
     ports = [free_port() for _ in range(SERVERS)]
     async with AsyncExitStack() as stack:
         servers = []
@@ -99,7 +99,7 @@ async def tls_fleet(
 
 
 async def nats_of_three_with_tls(folder: Path) -> list[str]:
-    """What went wrong, a line each."""
+    """Everything that went wrong, one line each."""
     certificates = Certificates(folder)
     write = kvatlas_command("auth", "nats", "--method", "certificate", "--out", str(folder / "users"))
     await anyio.run_process(write, env=environment())
@@ -134,7 +134,7 @@ async def nats_of_three_with_tls(folder: Path) -> list[str]:
 
 
 async def not_green(when: str, fleet: Fleet, flags: Sequence[str]) -> list[str]:
-    """What doctor still finds after GREEN_S."""
+    """What the doctor still finds after GREEN_S."""
     deadline_s = monotonic() + GREEN_S
     said: Said = await fleet.ask_doctor(*flags)
     while not said.green and monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""The oracle: the engines' own caches. Opt-in, because they need torch in a Python of their own (`make oracle`)."""
+"""The oracle: the engines' own caches. Opt-in, because they need torch in a separate Python (`make oracle`)."""
 
 import json
 import os
@@ -18,7 +18,7 @@ collect_ignore_glob = [] if PYTHON else ["test_*.py"]
 
 @pytest.fixture(scope="module")
 def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the module's RECORDER records for each of its CONFIGS that a test of this run reads."""
+    """A folder with the recordings that the module's RECORDER makes of each of its CONFIGS that a test of this run reads."""
     folder = tmp_path_factory.mktemp(request.module.RECORDER.stem)
     configs = request.module.CONFIGS
     run_recorder(request.module.RECORDER, folder, [configs[name] for name in select_names(request)])
@@ -31,7 +31,7 @@ def select_names(request: pytest.FixtureRequest) -> list[str]:
 
 
 def run_recorder(recorder: Path, argument: Path, configs: Iterable[Mapping[str, Any]]) -> str:
-    """What a recorder prints for all these configs. It is one process, because it loads torch first, which takes seconds."""
+    """A recorder's output for all these configs. It is one process, because it first loads torch, which takes seconds."""
     assert PYTHON is not None
     lines = "".join(json.dumps(config) + "\n" for config in configs)
     done = subprocess.run([PYTHON, recorder, argument], input=lines, text=True, capture_output=True, check=False)

@@ -5,9 +5,9 @@ GPU: requests are admitted, prefilled in chunks, decoded and freed as the schedu
 
 A config: {"name", "groups", "pool", "retention", "eagle", "lookahead", "fork", "asks", "seed"}, and perhaps "images", "dcp"
 and "mixed".
-A group is KIND[:SIZE][@BLOCK][=][!] with the kinds full, mla, swa, chunked and mamba, `=` where each rank of decode context
-parallelism has all of it, and `!` where draft layers are in it. `fork`: null (requests go on where an earlier one ended),
-"anywhere", or "blocks" (they leave it at a block's end). `images`: a few images stand in the prompts, all with the same
+A group is KIND[:SIZE][@BLOCK][=][!] with the kinds full, mla, swa, chunked and mamba, `=` if each rank of decode context
+parallelism has all of it, and `!` if it contains draft layers. `fork`: null (requests continue where an earlier one ended),
+"anywhere", or "blocks" (they fork at a block's end). `images`: there are a few images in the prompts, all with the same
 placeholder token. `dcp`: ranks that share each block of full attention. `mixed`: some requests have what they find in the
 cache reported (`kv_cache_report_mode: "full"`), some don't read it (`prompt_logprobs`), and the cache is reset now and then.
 """
@@ -49,7 +49,7 @@ from vllm.v1.request import Request
 CHUNK_TOKENS = 1_024
 """Tokens computed in one step."""
 PLACEHOLDER = 151_655
-"""The token of all images, Qwen2-VL's."""
+"""The placeholder token of all images, from Qwen2-VL."""
 
 Media = tuple[str, int, int]
 """An image's hash, and the offset and number of its tokens."""
@@ -80,7 +80,7 @@ def spec_of(described: str) -> tuple[KVCacheSpec, bool]:
 
 
 class Engine:
-    """A scheduler's use of the KV cache manager, for one request at a time and a few that go on decoding beside it."""
+    """Uses the KV cache manager as a scheduler does, for one request at a time and a few that keep decoding meanwhile."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         groups = []
@@ -117,7 +117,7 @@ class Engine:
     def admit(
         self, tokens: list[int], media: list[Media], out: "Recording", params: SamplingParams
     ) -> tuple[Request, int]:
-        """A new request, and how many of its tokens are reused."""
+        """Admit a new request. Returns it, and the number of its tokens that are reused."""
         self.made += 1
         request = Request(
             f"request-{self.made}",
@@ -187,7 +187,7 @@ class Engine:
 
 
 class Recording:
-    """Lines of one file."""
+    """The lines of one file."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self.lines = [head]
@@ -203,7 +203,7 @@ class Recording:
     def ask(
         self, at: int, like: int | None, first: int, more: list[int], media: list[Media], skip: bool, hit: int
     ) -> None:
-        """A prompt was asked before the batches from line `at` on."""
+        """Record a prompt that was asked before the batches from line `at` on."""
         ask: dict[str, Any] = {"like": like, "first": first, "more": more, "adapter": None, "skip": skip}
         if media:
             ask["media"] = media
@@ -215,12 +215,12 @@ class Recording:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many first tokens two prompts share."""
+    """Number of leading tokens that two prompts share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def record(config: dict[str, Any], folder: Path) -> None:
-    """Sessions that come back with what they had and more, some of them forking, beside a few that go on decoding."""
+    """Record sessions that come back with what they had and more, some of them forking, while a few others keep decoding."""
     chance = random.Random(json.dumps(config, sort_keys=True))
     engine = Engine(config)
     head = {"config": config, "engine": f"vllm {vllm.__version__}", "block_size": engine.hash_block_size}
@@ -232,7 +232,7 @@ def record(config: dict[str, Any], folder: Path) -> None:
         return [chance.randrange(150_000) for _ in range(chance.randint(low, high))]
 
     def with_images(tokens: list[int], start: int) -> list[Media]:
-        """Puts some behind `start`, in order."""
+        """Put some images after `start`, in order."""
         media = []
         for _ in range(chance.randint(0, 2) if config.get("images") else 0):
             start = chance.randint(start, len(tokens))

@@ -45,13 +45,13 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleC
 
 MODEL_TOKENS = 2_560
 MOST_LATE = 3
-"""Steps that a copy takes at most."""
+"""Maximum number of steps that a copy takes."""
 HOST_SHARE = 2
 """The host has this many times the device's blocks, unless the config says otherwise."""
 
 
 class Copies:
-    """A worker's side of either connector: jobs, and the steps until each is reported."""
+    """The worker side of either connector: jobs, and the steps until each is reported."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -60,7 +60,7 @@ class Copies:
         self._is_simple = False
 
     def step(self, meta: Any) -> KVConnectorOutput | None:
-        """One step's output, with what is due."""
+        """One step's output, with the jobs that are due."""
         flushed: set[int] = set()
         if isinstance(meta, OffloadingConnectorMetadata):
             flushed = set(meta.jobs_to_flush or ())
@@ -94,7 +94,7 @@ class Copies:
 
 
 class StubExecutor(Executor):  # type: ignore[misc]
-    """One worker that computes nothing: each request gets a token a step once its prompt is computed."""
+    """One worker that computes nothing: each request gets one token per step once its prompt is computed."""
 
     config: dict[str, Any]
     chance: random.Random
@@ -209,7 +209,8 @@ def engine_core(config: dict[str, Any], model: Path, chance: random.Random) -> E
 
 
 def record(config: dict[str, Any], folder: Path, model: Path) -> None:
-    """Conversations that come back, beside a few that go on decoding, between resets, pauses and sleeps of every kind."""
+    """Record conversations that come back, while a few others keep decoding, between resets, pauses and sleeps of every
+    kind."""
     chance = random.Random(json.dumps(config, sort_keys=True))
     core = engine_core(config, model, chance)
     block_size = core.scheduler.block_size
@@ -235,7 +236,7 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
                 core.step()
 
     def quiet() -> None:
-        """All requests over, all copies reported, all events published."""
+        """Run until all requests are over, all copies reported, and all events published."""
         core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         alive.clear()
         for _ in range(MOST_LATE + 3):
@@ -282,8 +283,8 @@ def record(config: dict[str, Any], folder: Path, model: Path) -> None:
 
 
 def _note_lookups(core: EngineCore, publisher: Publisher, lines: list[Any]) -> dict[str, int]:
-    """By request, the number of lines before the last time its prompt was looked up. What running requests evicted earlier in
-    the same step is published by then, because it can no longer be found."""
+    """By request, the number of lines before its prompt was last looked up. Blocks that running requests evicted earlier in
+    the same step are published by then, because they can no longer be found."""
     manager, looked_up_at = core.scheduler.kv_cache_manager, {}
     look_up = manager.get_computed_blocks
 
@@ -298,7 +299,7 @@ def _note_lookups(core: EngineCore, publisher: Publisher, lines: list[Any]) -> d
 
 
 def _disturb(core: EngineCore, chance: random.Random) -> None:
-    """A reset, a pause or a sleep, as the HTTP server would ask for it. vLLM refuses some while copies are being made, but has
+    """Reset, pause or sleep, as the HTTP server would ask for it. vLLM refuses some while copies are being made, but has
     cleared a part by then."""
     with suppress(RuntimeError):
         match chance.randrange(5):

@@ -1,8 +1,8 @@
-"""Records what SGLang's own radix cache publishes and reuses, of whatever version.
+"""Records what SGLang's own radix cache, of any version, publishes and reuses.
 
 It runs under a Python that has torch and needs nothing of this project: `record_sglang.py PACKAGE < configs.jsonl`, where
 PACKAGE is the folder of an unpacked wheel. Only the cache and its events are loaded; whatever else these files import is an
-empty module. A scheduler's part is done here: match a prompt but its last token, insert what was computed, evict.
+empty module. This file does the scheduler's part: match a prompt without its last token, insert what was computed, evict.
 
 A config: {"name", "page", "eagle", "pool", "asks", "seed", "namespaces"}. `pool`: tokens. `namespaces`: prompts have an
 `extra_key`, an adapter or a cache salt, or none. Each line out is {"config"}, {"ask": tokens, "salt", "adapter", "hidden",
@@ -41,7 +41,7 @@ REAL = {f"sglang.srt.mem_cache.{name}" for name in _LOADED} | {"sglang.srt.disag
 
 
 class _Anything:
-    """Stands for every name of a module that is not loaded."""
+    """Stands in for every name of a module that is not loaded."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -69,7 +69,8 @@ class _Empty(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """SGLang's few files from its package, everything else of it empty; and what it needs and is not installed."""
+    """Finds the few needed files in SGLang's package; all its other modules are empty, as are dependencies that are not
+    installed."""
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         file = PACKAGE / (name.replace(".", "/") + ".py")
@@ -93,7 +94,7 @@ class _Missing(_Finder):
 
 
 def _load_hashes() -> None:
-    """The functions of `hicache_storage` that make the hashes, without the rest of that file."""
+    """Load the functions of `hicache_storage` that make the hashes, without the rest of that file."""
     name = "sglang.srt.mem_cache.hicache_storage"
     file = PACKAGE / (name.replace(".", "/") + ".py")
     if not file.exists():
@@ -109,7 +110,8 @@ def _load_hashes() -> None:
 
 
 def _hash_pages(key: Any, prior: bytes | None, page_size: int | None = None) -> str | list[str]:
-    """What SGLang's C++ extension (since 0.5.15) computes: SHA-256 of the digest before and the page's tokens, as 32 bits."""
+    """Compute what SGLang's C++ extension (since 0.5.15) does: SHA-256 of the previous digest and the page's tokens, as 32
+    bits."""
     units = list(key)
     hashes = []
     for start in range(0, len(units), page_size or len(units)):
@@ -127,7 +129,7 @@ def _load_native_hashes() -> None:
 
 
 class Allocator(_Anything):
-    """Frees what it is given; the cache counts by itself what it holds."""
+    """Frees what it is given; the cache itself counts what it holds."""
 
     device = "cpu"
 
@@ -164,7 +166,7 @@ class Engine:
         return self.module.RadixKey(array("q", tokens) if self.of_arrays else list(tokens), extra_key, **more)
 
     def _call(self, what: str, params: str, **values: Any) -> Any:
-        """Earlier versions take values, later ones one object."""
+        """Call a method of the cache: earlier versions take values, later ones one object."""
         method = getattr(self.cache, what)
         names = list(inspect.signature(method).parameters)
         if names == ["params"]:
@@ -181,7 +183,7 @@ class Engine:
         return len(found.device_indices if hasattr(found, "device_indices") else found[0])
 
     def insert(self, tokens: list[int], extra_key: str | None, salt: str | None) -> None:
-        """As a request that ends does it; the KV of what is there already is freed."""
+        """Insert tokens like a request that ends; KV that is already there is freed."""
         units = len(tokens) - 1 if self.eagle else len(tokens)
         kept = units // self.page * self.page + (1 if self.eagle else 0)
         tokens = tokens[:kept]

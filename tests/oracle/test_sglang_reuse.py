@@ -1,7 +1,7 @@
-"""SGLang's own radix cache of each version: what a router finds of every prompt, against what that cache matches.
+"""Compares what a router finds of every prompt with what SGLang's own radix cache matches, for each version.
 
-From 0.5.7 on it is the same. 0.5.6 holds more than it announces, and earlier versions can't be followed: nothing is claimed
-of them. Prompts with keys that events don't show are upper bounds, and are labelled as such.
+From 0.5.7 on they are equal. 0.5.6 holds more than it announces, and earlier versions can't be followed: nothing is claimed
+for them. Prompts with keys that events don't show are upper bounds, and are labelled as such.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 RECORDER = Path(__file__).parent / "record_sglang.py"
 ASKS = 150
 FIRST_PAIRS = (0, 5, 6)
-"""The first version that keys its tree by pairs of tokens, with EAGLE, in events too."""
+"""The first version that, with EAGLE, keys its tree by pairs of tokens in events too."""
 FIRST_EXACT = (0, 5, 7)
 
 
@@ -49,7 +49,8 @@ CONFIGS = {config["name"]: (version, config) for version, config in grid()}
 
 @pytest.fixture(scope="module")
 def recorded(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
-    """The lines of a recording by its name. All of a version that this run reads are recorded when the first one is read."""
+    """The lines of a recording by its name. All recordings of a version that this run reads are made when the first one is
+    read."""
     wanted = [CONFIGS[name] for name in select_names(request)]
     lines: dict[str, list[dict[str, Any]]] = {}
 

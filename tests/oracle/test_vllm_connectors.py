@@ -1,4 +1,4 @@
-"""vLLM's own engine core with an offloading connector, reset and put to sleep: no more is predicted than it reuses."""
+"""For vLLM's own engine core with an offloading connector, reset and put to sleep, no more is predicted than it reuses."""
 
 from itertools import product
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Every prompt's predicted reuse equals what vLLM's own KV cache manager reuses: models, retentions, forks and seeds.
 
-Predicted twice: by a naive model of the rules, and by a router from what the publisher's ledger told the index.
+It is predicted twice: by a naive model of the rules, and by a router from what the publisher's ledger reported to the index.
 """
 
 from collections.abc import Iterator
@@ -136,8 +136,8 @@ def _configs(
 
 
 UNDER_REPORTED = ("eagle-larger-full", "mixed")
-"""Models for which a router finds less than the engine. For the others it may for a few prompts, whose blocks have second
-copies: see docs/engines.md."""
+"""Models for which a router finds less than the engine. For the others, it may find less for a few prompts whose blocks have
+second copies: see docs/engines.md."""
 MOST_UNDER = ASKS // 10
 
 CONFIGS = {config["name"]: config for config in grid()}

@@ -1,4 +1,4 @@
-"""Builds the wheel and the sdist from a copy of this checkout, without network, and makes empty environments for them."""
+"""Builds the wheel and the sdist from a copy of this checkout, without a network, and makes empty environments for them."""
 
 import subprocess
 import sys
@@ -19,11 +19,12 @@ PACKAGES = {
     "kvatlas_simulator": "simulator",
     "router_client": "router_client",
 }
-"""What is imported -> its folder in the repository."""
+"""Import name -> folder in the repository."""
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    """What a program prints; it sees no checkout. Raises AssertionError with its output if it fails."""
+    """Run a program that does not see the checkout, and return its output. Raises AssertionError with the output if it
+    fails."""
     done = subprocess.run(words, cwd=cwd, env=outside(), capture_output=True, text=True, timeout=1_200, check=False)
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -35,7 +36,7 @@ def outside() -> Mapping[str, str]:
 
 
 def copy_checkout(folder: Path) -> None:
-    """What is built, with its links as links."""
+    """Copy everything that is built; links stay links."""
     folder.mkdir()
     for name in TOP:
         (folder / name).write_bytes((ROOT / name).read_bytes())
@@ -47,18 +48,18 @@ def copy_checkout(folder: Path) -> None:
 
 
 def build(kind: str, source: Path, into: Path) -> Path:
-    """The `wheel` or `sdist` of a folder, by this environment's setuptools."""
+    """Build the `wheel` or `sdist` of a folder with this environment's setuptools."""
     script = f"import sys, setuptools.build_meta as backend; print(backend.build_{kind}(sys.argv[1]))"
     name = run(sys.executable, "-c", script, str(into), cwd=source).splitlines()[-1]
     return into / name
 
 
 def make_environment(folder: Path) -> Path:
-    """An environment without any package; its Python."""
+    """Make an environment without any package. Returns its Python."""
     EnvBuilder(symlinks=True).create(folder)
     return folder / "bin/python"
 
 
 def install(python: Path, *words: str) -> None:
-    """By this environment's pip."""
+    """Install with this environment's pip."""
     run(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *words, cwd=python.parent)

@@ -23,7 +23,7 @@ NEEDS = {
     "all": "import kvatlas_cli.commands.up, kvatlas_cli.commands.demo, kvatlas_cli.commands.epp",
     "dev": "import pytest, mypy, envoy",
 }
-"""What the extra is for: it must be importable."""
+"""Modules that need the extra; they must be importable."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -1,6 +1,6 @@
-"""The wheel and the sdist: what is in them, and that the wheel works where there is no checkout. Nothing is downloaded.
+"""The wheel and the sdist: their content, and that the wheel works without a checkout. Nothing is downloaded.
 
-`make wheel-test` installs the wheel with each extra, with what the package index has.
+`make wheel-test` installs the wheel with each extra from the package index.
 """
 
 import re
@@ -47,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
 
 @pytest.fixture(scope="module")
 def python(built: Distribution, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with the wheel, and the dependencies of this one; it does not see the checkout."""
+    """The Python of an environment with the wheel and this one's dependencies, which does not see the checkout."""
     python = make_environment(tmp_path_factory.mktemp("installed") / "environment")
     install(python, "--no-deps", "--no-index", str(built.wheel))
     (packages,) = python.parents[1].glob("lib/python*/site-packages")

@@ -25,12 +25,12 @@ MAY_USE = {
     "kvatlas_cli": {"kvatlas", "publishers", "indexer", "router_client", "router", "simulator"},
 }
 IMPORT_NAMES = {f"kvatlas_{folder}": folder for folder in ("publishers", "indexer", "router", "simulator")}
-"""By which name a folder is imported, if not by its own: a link beside it, and the name that is installed."""
+"""Import name -> folder, if they differ: the name of a link next to the folder, and the installed name."""
 MAX_FILES_IN_A_FOLDER = 18
 FIELD_WORDS = {
     "feed", "finding", "hashing", "learning", "pairing", "pricing", "ranking", "routing", "seed", "timing", "tracing",
 }  # fmt: skip
-"""Nouns of the field; any other gerund or participle names a file by a verb or a mood."""
+"""Nouns of the field; any other gerund or participle is a verb, which may not name a file."""
 CATCH_ALLS = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 
@@ -62,7 +62,7 @@ def test_each_folder_is_imported_by_the_link_of_its_installed_name() -> None:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """A folder and the folders inside it count as one room."""
+    """A folder and its subfolders count as one."""
     modules = {name: file for package in MAY_USE for name, file in modules_of(package).items()}
     arrows = {
         (file.parent, modules[found].parent)
@@ -96,7 +96,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         found.discard(name)
         if modules[name].name == "__init__.py":  # its exports come from its own modules
             continue
-        # importing a package that only exports what its own modules define closes no circle
+        # importing a package that only exports what its own modules define makes no cycle
         found -= {other for other in found if name.startswith(f"{other}.")}
     try:
         TopologicalSorter(imports).prepare()
@@ -114,7 +114,7 @@ def test_no_folder_has_more_than_18_files(package: str) -> None:
 
 @pytest.mark.parametrize("package", [*sorted(MAY_USE), "tests", "benchmarks"])
 def test_files_are_named_by_nouns(package: str) -> None:
-    """Tests of behaviour may be named by a statement."""
+    """Tests of behaviour may be named after a statement."""
     wrong = [
         name
         for name, file in modules_of(package).items()
@@ -152,7 +152,7 @@ def test_no_file_is_a_catch_all(package: str) -> None:
     ],
 )
 def test_a_process_imports_nothing_that_only_others_use(modules: str, unused: str) -> None:
-    """Nor what only its status page needs: each takes megabytes."""
+    """Nor anything that only its status page needs: each takes megabytes."""
     code = f"import sys, {modules}; print(*sorted({set(unused.split())} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert not loaded.stdout.split()

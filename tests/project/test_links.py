@@ -1,7 +1,8 @@
-"""What the documents point to exists: links and their anchors, files, modules, tests, scenarios, commands with their flags.
+"""Everything that the documents refer to exists: links and their anchors, files, modules, tests, scenarios, commands with
+their flags.
 
-In documents everything in backticks that looks like a path, a dotted name of ours, a test or a flag is checked, and every
-`make` and `kvatlas` command; in code every mention of a document. Nothing is fetched.
+In documents, this checks everything in backticks that looks like a path, a dotted name of ours, a test or a flag, and every
+`make` and `kvatlas` command; in code, every mention of a document. Nothing is fetched.
 """
 
 import re
@@ -31,7 +32,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|lua|md|conf|toml|yaml|yml|gz)|(?:[\w.-]+/)+")
 FOLDER = re.compile(rf"(?:{'|'.join((*PACKAGES, 'compose', 'docs', 'examples', 'k8s'))})/[\w./-]+")
 LABELS = {"kvatlas/engine"}
-"""Of objects in Kubernetes; not files."""
+"""Labels of objects in Kubernetes, not files."""
 DOTTED = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if name != 'router')})(?:\.\w+)+")
 LISTED = re.compile(r"(?m)^ +([\w/]+(?:\.(?:py|lua)|/))  ")
 TEST_FUNCTION = re.compile(r"test_\w+")
@@ -45,7 +46,7 @@ FOREIGN_FLAGS = {
     "--kv-cache-memory-bytes", "--kv-event-log-size", "--kv-events-config", "--kv-indexer-endpoint", "--kv-indexer-url",
     "--ours", "--prefill-context-parallel-size", "--reasoning-effort-map", "--scheduling-policy", "--wheel-dir",
 }  # fmt: skip
-"""Of engines, tools, benchmarks, and of every command; any other in backticks is one of a command of kvatlas."""
+"""Flags of engines, tools, benchmarks, and of every command; any other flag in backticks belongs to a command of kvatlas."""
 
 
 def project_files() -> Iterator[Path]:
@@ -60,7 +61,7 @@ def project_files() -> Iterator[Path]:
 FILES = list(project_files())
 NAMES = Counter(path.name for path in FILES)
 DOCUMENTS = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
-"""Without the changelog: it may name what is gone."""
+"""Without the changelog, which may name things that are gone."""
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -71,13 +72,13 @@ def text_of(path: Path) -> str:
 
 @cache
 def prose_of(path: Path) -> str:
-    """The text without its blocks of code."""
+    """The text without its code blocks."""
     return FENCE.sub("", text_of(path))
 
 
 @cache
 def anchors_of(path: Path) -> frozenset[str]:
-    """A heading in lower case, spaces as hyphens, without other punctuation; a repeated one with a number."""
+    """The anchors of the headings: lower case, spaces as hyphens, without other punctuation; a repeated one gets a number."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in HEADING.findall(prose_of(path)):
@@ -89,7 +90,7 @@ def anchors_of(path: Path) -> frozenset[str]:
 
 
 def has_target(base: Path, target: str) -> bool:
-    """Does a link or a mention lead to a file, and to a heading in it?"""
+    """True if a link or a mention leads to a file and, if it names one, to a heading in it."""
     name, _, anchor = target.partition("#")
     path = (base / name).resolve()
     return path.exists() and (not anchor or anchor in anchors_of(path))
@@ -112,7 +113,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(document: Path) -> No
 
 @each_document
 def test_every_path_in_backticks_exists(document: Path) -> None:
-    """From the project's root or beside the document; a bare file name is that of some file."""
+    """Relative to the project's root or to the document; a bare file name has to be the name of some file."""
     wrong = [
         name
         for name in ticked(document)
@@ -138,7 +139,7 @@ def test_every_dotted_name_is_a_module_an_attribute_or_a_metric(document: Path) 
 
 
 def is_in_code(name: str) -> bool:
-    """A module, a name that its module defines, or a text of the code (a subject, an attribute of a span)."""
+    """True for a module, a name that its module defines, or a text in the code (a subject, a span's attribute)."""
     *package, last = name.split(".")
     folder = ROOT.joinpath(*package)
     if (folder / last).is_dir() or (folder / f"{last}.py").is_file():
@@ -179,7 +180,7 @@ def flags_by_command() -> dict[str, set[str]]:
     return {
         name: {
             flag
-            for each in (command, *getattr(command, "commands", {}).values())  # `auth` has commands of its own
+            for each in (command, *getattr(command, "commands", {}).values())  # `auth` has subcommands
             for one in each.params
             for flag in (*one.opts, *one.secondary_opts)
         }

@@ -1,6 +1,6 @@
-"""What no log line may say above level debug, as far as it can be read from the code: the name of a tenant.
+"""No log line above level debug may contain the name of a tenant, as far as the code shows.
 
-Errors count too, because their lines get into logs; the commands' own are answers to the person who asked."""
+Errors count too, because their lines get into logs; those of the commands are answers to the person who asked."""
 
 import ast
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ raise InvalidValue("tenant_id is missing")
 
 
 def named(part: ast.expr) -> Iterator[str]:
-    """What an argument puts into a line: the last name of each value."""
+    """The names of the values that an argument puts into a line: the last name of each."""
     match part:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             yield name

@@ -1,4 +1,4 @@
-"""What `make test` installs is pinned, and no file names a package index."""
+"""Everything that `make test` installs is pinned, and no file names a package index."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ HEAVY = {"nats-py", "pyzmq", "httpx", "starlette", "uvicorn", "matplotlib", "typ
 
 
 def pins(file: str = "development.txt") -> dict[str, str]:
-    """The versions in a lock. Raises AssertionError for a line that is no pin with hashes."""
+    """The versions in a lock. Raises AssertionError for a line that is not a pin with hashes."""
     found: dict[str, str] = {}
     text = (LOCKS / file).read_text().replace(" \\\n", "\n")
     for entry in re.split(r"\n(?=\S)", text.strip()):
@@ -150,7 +150,7 @@ def test_the_extra_all_includes_every_extra_but_dev_and_litellm() -> None:
 
 @pytest.mark.parametrize("file", [name for name in SET_UP_FILES if (ROOT / name).exists()])
 def test_set_up_files_contain_no_url(file: str) -> None:
-    """Of addresses pyproject.toml has those of the project itself."""
+    """The only addresses in pyproject.toml are those of the project itself."""
     text = (ROOT / file).read_text()
     for url in PROJECT["urls"].values() if file == "pyproject.toml" else ():
         assert url.startswith("https://github.com/kvatlas/kvatlas")

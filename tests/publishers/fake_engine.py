@@ -1,4 +1,4 @@
-"""An engine's two ZMQ sockets, real ones, for payloads that real engines sent."""
+"""An engine's two ZMQ sockets, for payloads recorded from real engines."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ class FakeEngine:
         ports: Sequence[int] = (),
         host: str = "127.0.0.1",
     ) -> None:
-        """`ports`: those of an earlier engine. `answers`: does the replay socket answer? `host`: as in a URL."""
+        """`ports`: those of an earlier engine. `answers`: True if the replay socket answers. `host`: as in a URL."""
         self.topic = topic
         self.next_seq = 0
         self.replays: list[int] = []
@@ -81,7 +81,7 @@ class FakeEngine:
         self._context.destroy(linger=0)
 
     def connect(self, endpoint: str) -> None:
-        """As an engine does whose endpoint names one host: it connects, the subscriber binds."""
+        """Connect to a bound subscriber, like an engine whose endpoint names a single host."""
         self._pub.connect(endpoint)
 
     async def subscribed(self) -> None:
@@ -100,11 +100,11 @@ class FakeEngine:
         self.next_seq += 1
 
     async def raw(self, *frames: bytes) -> None:
-        """Any frames at all."""
+        """Send any frames."""
         await self._pub.send_multipart(list(frames))
 
     def restart(self) -> None:
-        """Another process: seq starts at 0 again, the replay buffer is empty."""
+        """Act as another process: seq starts at 0 again, and the replay buffer is empty."""
         self.next_seq = 0
         self._buffer.clear()
 

@@ -1,7 +1,7 @@
 """Recordings of vLLM's own KV cache manager: what it published, and what it really reused of each prompt asked in between.
 
-Each file is one model configuration. Line 1 describes it; each later line is a batch, a prompt asked when all batches before
-it had been published (an `Ask`), or a change of what `/v1/models` names as the adapter's root (a `Repoint`).
+Each file is one model configuration. Line 1 describes it; each later line is a batch, a prompt asked after all earlier batches
+had been published (an `Ask`), or a change of the adapter's root in `/v1/models` (a `Repoint`).
 """
 
 import base64
@@ -33,7 +33,8 @@ class Repoint:
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt, and how many of its tokens the engine reused; `far` of them came from the CPU tier. `media`: images in it."""
+    """A prompt, and the number of its tokens that the engine reused; `far` of them came from the CPU tier. `media`: its
+    images."""
 
     tokens: tuple[int, ...]
     adapter: str | None
@@ -57,7 +58,7 @@ class RecordedGroup:
 
     @classmethod
     def parse(cls, described: str, block_size: int, dcp: int) -> Self:
-        """From KIND[:SIZE][@BLOCK][=][!] (see `tests/oracle/record.py`)."""
+        """Parse KIND[:SIZE][@BLOCK][=][!] (see `tests/oracle/record.py`)."""
         kind, _, block = described.rstrip("=!").partition("@")
         kind, _, size = kind.partition(":")
         ranks = 1 if "=" in described or kind == "mamba" else dcp
@@ -67,7 +68,7 @@ class RecordedGroup:
 @dataclass(frozen=True)
 class HybridRecording:
     """`block_size`: tokens of a hash. `eagle`: a hit drops its last block, of the groups that draft or, if none does, of full
-    attention. `lookahead`: how many tokens behind a block its hash covers."""
+    attention. `lookahead`: number of tokens after a block that its hash covers."""
 
     name: str
     block_size: int
@@ -78,7 +79,7 @@ class HybridRecording:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What no event tells, as a publisher's settings."""
+        """The facts that no event reports, as a publisher's settings."""
         return {
             "chunk_size": max(group.size if group.kind == "chunked" else 0 for group in self.groups),
             "eagle": self.eagle or self.lookahead > 0,
@@ -86,7 +87,7 @@ class HybridRecording:
         }
 
     def naive_reuse(self) -> NaiveReuse:
-        """The naive model of this engine, with what no event tells."""
+        """The naive model of this engine, with the facts that no event reports."""
         told = any(group.drafts for group in self.groups)
         groups = {
             index: Group(

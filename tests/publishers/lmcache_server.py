@@ -14,7 +14,7 @@ SUBSCRIBE = msgpack.packb("subscribe_kv_events")
 
 
 class LMCacheServer:
-    """`store` and `evict` append to its log; a subscriber gets what its cursor has not, a batch for each acknowledgement."""
+    """`store` and `evict` append to its log; a subscriber gets the records after its cursor, one batch per acknowledgement."""
 
     def __init__(self, port: int = 0, *, incarnation: int = 1, log_size: int = 1_000, host: str = "127.0.0.1") -> None:
         self._host = host
@@ -63,11 +63,11 @@ class LMCacheServer:
         )
 
     async def lose(self) -> None:
-        """Something happened of which the log has nothing."""
+        """Lose records: something happened that is not in the log."""
         await self._append(kind="lost", model_name="", block_hashes=[], parent_block_hash=None, token_ids=[])
 
     async def end_subscriptions(self) -> None:
-        """As when an instance has not pinged for too long."""
+        """End all subscriptions, as if no instance had pinged for too long."""
         for identity in list(self._streams):
             del self._streams[identity]
             await self._router.send_multipart([identity, msgpack.packb(0), SUBSCRIBE])
@@ -105,7 +105,7 @@ class LMCacheServer:
             await self._router.send_multipart([identity, msgpack.packb(0), SUBSCRIBE, msgpack.packb(batch)])
 
     def _next_batch(self, stream: dict[str, Any]) -> dict[str, Any] | None:
-        """What the stream's cursor has not yet; None if that is nothing, but for its first batch."""
+        """The records after the stream's cursor; None if there are none, except in its first batch."""
         last = self._next_seq - 1
         first = self._log[0]["seq"] if self._log else last + 1
         cursor = stream["cursor"]

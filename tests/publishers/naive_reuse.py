@@ -1,6 +1,6 @@
-"""What a vLLM engine reuses, worked out from scratch from its published events: the reference that tests compare with.
+"""Computes what a vLLM engine reuses from scratch from its published events: the reference for tests.
 
-Slow and plain. It knows nothing of ledgers, sequence hashes or marks: it keeps which engine hashes each group holds in which
+Slow and plain. It knows nothing of ledgers, sequence hashes or marks: it keeps the engine hashes that each group holds in each
 tier, follows a prompt through the engine's own hashes, and tries every position from the deepest down against the rules of
 vLLM 0.33 (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`).
 """
@@ -19,12 +19,12 @@ DEVICE = "GPU"
 
 EngineHash = int | bytes
 Holds = Callable[[int], bool]
-"""Does the group hold the prompt's block of this index?"""
+"""True if the group holds the prompt's block with this index."""
 
 
 @dataclass
 class Group:
-    """One KV cache group. `kind` and `window` come from its events; the rest is what no event says."""
+    """One KV cache group. `kind` and `window` come from its events; no event reports the rest."""
 
     kind: str = "unknown"
     window: int | None = None
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass
 class NaiveReuse:
-    """`groups`: by index, as far as settings say something of them. `alignment`: hits are multiples of this many blocks."""
+    """`groups`: by index, as far as settings describe them. `alignment`: hits are multiples of this many blocks."""
 
     block_size: int
     groups: dict[int, Group] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class NaiveReuse:
 
     @property
     def knows_all_hashes(self) -> bool:
-        """Does full attention tell every hash? If its blocks are larger than those hashed, it does not."""
+        """True if full attention reports every hash, which it does not if its blocks are larger than the hashed ones."""
         return any(group.block_size == self.block_size for group in self.groups.values() if group.full)
 
     def fold(self, payload: bytes) -> None:
@@ -83,7 +83,8 @@ class NaiveReuse:
             above = name
 
     def _start(self, above: EngineHash | None, adapter: str | None) -> tuple[Any, ...]:
-        """A first block's hash depends on the adapter and where it was loaded from; later ones follow from their parent."""
+        """The key of a block's start: a first block's hash depends on the adapter and where it was loaded from, a later one's
+        on its parent."""
         if above is not None:
             return (above,)
         return (None, adapter, self.adapter_path if adapter else None)
@@ -116,12 +117,12 @@ class NaiveReuse:
         media: Sequence[MediaItem] = (),
         tiers: Sequence[str] = (DEVICE,),
     ) -> int:
-        """Tokens of the prompt that the engine does not compute again, with the blocks of these tiers."""
+        """Number of the prompt's tokens that the engine does not compute again, given the blocks in these tiers."""
         hashes = self.hashes(tokens, adapter, lookahead, media)
         holders = {index: self._holder(index, hashes, tiers) for index in self.groups}
         limit = (len(tokens) - 1) // self.block_size
         if len(self.groups) == 1 and any(group.eagle for group in self.groups.values()):
-            limit -= 1  # one group drops a block of what may be reused, several drop one of what they hold
+            limit -= 1  # one group drops a reusable block, several groups drop a held one
         for position in range(min(limit, len(hashes)), 0, -1):
             if position % self.alignment == 0 and all(
                 allows(group, position, self.block_size, holders[index]) for index, group in self.groups.items()
@@ -135,14 +136,14 @@ class NaiveReuse:
 
 
 def allows(group: Group, position: int, block_size: int, holds_small: Holds) -> bool:
-    """May a prompt's first `position` blocks be reused, as far as this group is concerned?
+    """True if a prompt's first `position` blocks may be reused, as far as this group is concerned.
 
-    A block of the group may span several of `block_size` tokens: it has the hash of the last of them.
+    A block of the group may span several blocks of `block_size` tokens; it has the hash of the last of them.
     """
     span = group.block_size // block_size
     if position % span:
         return False
-    ahead = 1 if group.eagle else 0  # one more block must be there, and is dropped
+    ahead = 1 if group.eagle else 0  # one more block must be held, and is dropped
 
     def holds(block: int) -> bool:
         return holds_small((block + 1) * span - 1)

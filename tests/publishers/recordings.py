@@ -1,4 +1,4 @@
-"""Recordings of real engines' feeds: exact payloads, and what the engine's own block table held at the end."""
+"""Recordings of real engines' feeds: the exact payloads, and the content of the engine's own block table at the end."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Sidecars of a fake engine, and what they must publish."""
+"""Sidecars of a fake engine, and checks of what they publish."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,7 +45,7 @@ async def sidecar(fake: FakeEngine, nats_url: str, **fields: Any) -> AsyncIterat
 
 
 def ledger_of(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
-    """What a publisher that saw all of it announces."""
+    """The ledger of a publisher that saw all of these payloads."""
     ledger = Ledger(LedgerSettings("model", "model", **fields))
     for payload in payloads:
         ledger.fold(decode_batch(kind, payload))
@@ -53,7 +53,7 @@ def ledger_of(kind: EngineKind, payloads: list[bytes], **fields: Any) -> Ledger:
 
 
 async def assert_published(client: Client, publisher: Publisher, ledger: Ledger) -> None:
-    """The stream has what the ledger announces."""
+    """Wait until the stream has what the ledger announces."""
     with anyio.fail_after(20):
         await until(lambda: publisher.ledger.digest == ledger.digest, what="all batches folded")
         await publisher.flush()

@@ -1,4 +1,4 @@
-"""Sidecars with a setting that is not the engine's or the fleet's: they say so once, with the cure."""
+"""Sidecars with a setting that does not match the engine or the fleet say so once, with the cure."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ async def running_sidecar(fake: FakeEngine, nats_url: str, **fields: Any) -> Asy
 
 
 async def diagnosed(publisher: Publisher) -> Diagnosis:
-    """The one thing that the publisher finds wrong."""
+    """The only problem that the publisher finds."""
     [found] = await until(lambda: publisher.diagnoses.current, what="something is wrong")
     assert publisher.status()["diagnoses"] == [found.model_dump()]
     return found
@@ -166,7 +166,7 @@ async def test_other_partitions_than_the_indexers_are_named(
         assert found.seen == "the indexers have 64 partitions, but --partitions is 32: they refuse every message"
         assert found.cure == "set --partitions 64"
         await until(lambda: heard and list(heard[-1].diagnoses) == [found], what="heartbeats tell it")
-        assert publisher.counters.snapshots == 1  # another incarnation would be refused as well
+        assert publisher.counters.snapshots == 1  # another incarnation would also be refused
 
 
 async def test_nothing_is_wrong_with_the_right_settings_and_the_first_event_is_told(

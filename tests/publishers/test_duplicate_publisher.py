@@ -1,4 +1,4 @@
-"""Two publishers of one worker: the older yields and, when the newer has gone, takes the worker back."""
+"""Two publishers of one worker: the older one yields and, once the newer one is gone, takes the worker back."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""The rules of reuse against what vLLM 0.33's own KV cache manager reused, for every prompt of every recording."""
+"""The rules of reuse compared with what vLLM 0.33's own KV cache manager reused, for every prompt of every recording."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.publishers.hybrid_recordings import FILES, Batch, Repoint, read_hybri
 from tests.publishers.naive_reuse import DEVICE
 
 PREDICTED = [path for path in FILES if path.name != "gemma.jsonl.gz"]
-"""All but the one whose events omit some hashes, so that the naive model can't follow a prompt."""
+"""All but the one whose events omit some hashes, so the naive model can't follow a prompt."""
 
 
 @pytest.mark.parametrize("path", PREDICTED, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
@@ -37,7 +37,7 @@ def test_the_rules_predict_every_hit_of_the_engine(path: Path) -> None:
 
 
 def test_the_recordings_tell_rules_apart() -> None:
-    """Residency of full attention alone mispredicts most hybrids: else the recordings would prove nothing."""
+    """Residency of full attention alone mispredicts most hybrids; otherwise the recordings would prove nothing."""
     wrong = {}
     for path in PREDICTED:
         recording = read_hybrid_recording(path)

@@ -57,7 +57,7 @@ async def test_an_event_after_silence_does_not_linger(nats_client: Client) -> No
     async with Publisher(SETTINGS, nats=nats_client) as publisher:
         await flushed(publisher)
         await publisher.stored(tokens(16))
-        for _ in range(3):  # turns of the event loop, no time
+        for _ in range(3):  # turns of the event loop, not time
             await anyio.lowlevel.checkpoint()
         assert not publisher.changelog.pending_events and publisher.changelog.outbox.in_flight == 1
 

@@ -1,4 +1,4 @@
-"""The saved state: all or nothing, and whatever is found on disk, the publisher starts."""
+"""The saved state is all or nothing, and the publisher starts whatever is on disk."""
 
 from pathlib import Path
 

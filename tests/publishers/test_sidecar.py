@@ -45,7 +45,7 @@ async def test_a_recording_ends_in_what_the_engine_held(
     nats_client: Client, nats_url: str, name: str, kind: EngineKind
 ) -> None:
     head, payloads = recording(name)
-    ids = {"1": "adapter-1", "2": "adapter-2"}  # vLLM 0.11 tells no names
+    ids = {"1": "adapter-1", "2": "adapter-2"}  # vLLM 0.11 reports no names
     async with FakeEngine() as engine, sidecar(engine, nats_url, engine=kind, adapter_ids=ids) as publisher:
         await engine.send(*payloads)
         ledger = ledger_of(kind, payloads, adapter_ids=ids)
@@ -73,7 +73,7 @@ async def test_bad_payloads_are_counted_and_kept_and_never_stop_the_feed(
         await engine.send(*payloads[80:90])
         await engine.send(b"\x92\x01\xc1")  # the engine's own, malformed
         await engine.send(*payloads[90:])
-        # either of the engine's own may have taken blocks away: then what was held before the last of them is not claimed
+        # either of the engine's own may have removed blocks, so blocks held before the last of them are not claimed
         await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads[90:]))
         assert publisher.counters.poison == 7
         assert publisher.counters.poison_malformed == 3

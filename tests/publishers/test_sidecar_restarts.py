@@ -1,4 +1,4 @@
-"""Restarts of engines and sidecars, seen and unseen."""
+"""Restarts of engines and sidecars, noticed and unnoticed."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -103,7 +103,7 @@ async def test_an_engine_that_goes_away_is_down_and_its_blocks_stay_published(
 async def sidecar_over_restarts(
     fields: dict[str, Any], nats_url: str
 ) -> AsyncIterator[Callable[[], Awaitable[Publisher]]]:
-    """A sidecar that outlives its engine. Yields what starts it with the settings `fields`."""
+    """A sidecar that outlives its engine. Yields a function that starts it with the settings `fields`."""
     async with anyio.create_task_group() as tasks:
 
         async def start() -> Publisher:
@@ -140,7 +140,7 @@ async def test_another_process_whose_seq_follows_ours_is_noticed_although_the_en
             sent = second[:40]
 
             async def restart_noticed() -> bool:
-                payload = second[min(len(sent), len(second) - 1)]  # never silent: else a probe would find out
+                payload = second[min(len(sent), len(second) - 1)]  # never silent, or a probe would find out
                 await engine.send(payload)
                 sent.append(payload)
                 return publisher.counters.feed_restarts == 1
@@ -161,7 +161,7 @@ async def test_without_replay_a_lost_connection_drops_everything_held(nats_clien
             await engine.subscribed()
             await engine.send(*payloads)
             await assert_published(nats_client, publisher, ledger_of(EngineKind.VLLM, payloads))
-        async with FakeEngine(ports=engine.ports):  # another process, which sends nothing
+        async with FakeEngine(ports=engine.ports):  # another process that sends nothing
             await until(lambda: not publisher.ledger.digest.blocks, what="nothing is announced")
 
 
@@ -210,7 +210,7 @@ ASLEEP = f'{AWAKE}vllm:engine_sleep_state{{sleep_state="awake"}} 0\n'
 
 
 def models(root: str) -> tuple[int, str]:
-    """What vLLM lists while its adapter is loaded from there."""
+    """vLLM's model list while its adapter is loaded from this path."""
     return 200, json.dumps({"data": [{"id": "model", "root": "model"}, {"id": "sql", "root": root, "parent": "model"}]})
 
 
@@ -219,7 +219,7 @@ def weights(version: str) -> tuple[int, str]:
 
 
 def stored(first: int, **fields: Any) -> bytes:
-    """A batch with four blocks of vLLM, whose hashes count up from `first`."""
+    """A batch with four vLLM blocks whose hashes count up from `first`."""
     event = {"type": "BlockStored", "block_hashes": list(range(first, first + 4)), "parent_block_hash": None}
     return msgpack.packb([1.0, [{**event, "token_ids": TOKENS, "block_size": 16, **fields}], None])
 
@@ -237,7 +237,7 @@ def stored(first: int, **fields: Any) -> bytes:
 async def test_what_an_engine_dropped_while_its_publisher_was_away_is_not_claimed(
     changed: dict[str, tuple[int, str]], left: int, nats_client: Client, nats_url: str, tmp_path: Path
 ) -> None:
-    """Also if the feed's next batch, which comes by replay, is older than the change."""
+    """Even if the feed's next batch, which comes from replay, is older than the change."""
     with engine_http() as http:
         http.pages = {"/health": (200, ""), "/metrics": (200, AWAKE), "/v1/models": models("/a")}
         http.pages["/weight_info"] = weights("v1")

@@ -49,7 +49,7 @@ async def test_the_page_answers_while_nats_is_away_and_is_ready_when_the_worker_
                 await until(lambda: says(page, r"\| [\d.]+ s ago: publisher start \|"), what="and its first snapshot")
                 tasks.cancel_scope.cancel()
     with socket.create_server(("127.0.0.1", port)):
-        pass  # nobody listens any longer
+        pass  # nothing listens there any longer
 
 
 async def says(page: httpx.AsyncClient, pattern: str) -> bool:
@@ -72,7 +72,7 @@ async def test_a_draining_worker_says_so_and_is_published_on(nats_client: Client
 async def test_known_blocks_are_dropped_on_request_before_the_engine_says_so(
     nats_client: Client, nats_url: str
 ) -> None:
-    """An engine whose cache was reset tells it with its next batch only."""
+    """An engine whose cache was reset reports that only with its next batch."""
     port = free_port()
     _, payloads = recording("vllm-0.33.0")
     async with FakeEngine() as engine, sidecar(engine, nats_url, status_port=port) as publisher:

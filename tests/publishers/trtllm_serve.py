@@ -1,4 +1,4 @@
-"""trtllm-serve as its KV cache events show it: a real HTTP server that gives each record away once, in the records' forms.
+"""trtllm-serve's KV cache events: a real HTTP server that returns each record once, in the real formats.
 
 The forms are those of TensorRT-LLM 1.2 and 1.3 (`KVCacheEventSerializer`, `kvCacheEventManager.cpp`): a bounded queue whose
 oldest records are dropped, ids that count from 0 in each process, hashes that cover adapter and salt.
@@ -18,7 +18,7 @@ from kvatlas_publishers.engines.tensorrt_llm import plain_block_hash
 BLOCK = 4
 WINDOW = 256
 ADAPTER_MIX, SALT_MIX = 0x5EED5EED5EED5EED, 0x0DDBA11
-"""In the place of the engine's own mixing: any other hash will do."""
+"""Replaces the engine's own mixing; any other hash will do."""
 
 
 class TrtllmServe:
@@ -31,11 +31,11 @@ class TrtllmServe:
         self.drains = 0
         self.status = 200
         self.streams: str | None = None
-        """Content type of an answer that streams; None: it does not."""
+        """Content type of streamed answers; None: answers are not streamed."""
         self.restart()
 
     def restart(self, *windows: int) -> None:
-        """Another process, whose cache has these windows."""
+        """Act as another process, whose cache has these windows."""
         with self._lock:
             self.records: deque[dict[str, Any]] = deque(maxlen=self._buffer)
         self._next_id = 0
@@ -59,7 +59,7 @@ class TrtllmServe:
         mm_block: int | None = None,
         tell_salt: bool = True,
     ) -> list[int]:
-        """Blocks of the tokens behind `parent`, the last one maybe short. Returns their hashes."""
+        """Store the tokens' blocks after `parent`; the last one may be short. Returns their hashes."""
         hashes: list[int] = []
         blocks = []
         before = parent
@@ -93,7 +93,7 @@ class TrtllmServe:
         self.put({"type": "updated", "block_hash": name, "cache_level": diff, "priority": None}, window)
 
     def drain(self) -> bytes:
-        """What one reader gets now."""
+        """The answer that a reader gets now."""
         with self._lock:
             taken = list(self.records)
             self.records.clear()
@@ -122,7 +122,7 @@ def serving(engine: TrtllmServe) -> Iterator[TrtllmServe]:
                 self._answer(200, engine.drain())
 
         def _stream(self, kind: str) -> None:
-            """Events one after the other, in an answer that does not end while the reader stays."""
+            """Send events one by one, in an answer that does not end while the reader stays connected."""
             self.send_response(200)
             if kind:
                 self.send_header("Content-Type", kind)

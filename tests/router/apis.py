@@ -7,7 +7,7 @@ from kvatlas_router.tokens import Api
 from kvatlas_simulator.http.chat_template import render
 
 Turns = Sequence[tuple[str, str]]
-"""Roles and texts; the first is the system's."""
+"""Roles and texts; the first one is the system's."""
 
 TURNS: Turns = (("system", "Be brief, and say who holds it."), ("user", "Zürich: who holds this prefix?"))
 

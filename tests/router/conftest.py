@@ -1,4 +1,4 @@
-"""The servers are tested on the same store, indexes and spans as the library that they stand on."""
+"""The servers are tested on the same store, indexes and spans as the library that they build on."""
 
 from tests.router_client.conftest import index, indexes, spans, store
 

@@ -1,4 +1,4 @@
-"""Every API that engines serve is routed by prefix, as a chat is."""
+"""Every API that engines serve is routed by prefix, like a chat."""
 
 import json
 from itertools import product
@@ -29,7 +29,7 @@ async def test_a_conversation_stays_with_the_engine_of_its_turn_before(
 ) -> None:
     chosen = str(save_simulators(tmp_path)) if tokenizer == "local" else "engine"
     engine = {"num_gpu_blocks": 8_192, "enable_scale_out": tokenizer != "engine"}
-    apis = [api for api in Api if api is not Api.TOKENS or tokenizer != "engine"]  # that one's engines render, too
+    apis = [api for api in Api if api is not Api.TOKENS or tokenizer != "engine"]  # its engines also render
     async with (
         running_fleet(store, dict.fromkeys(ENGINES, engine)),
         running_proxy(valkey_url, tokenizer=chosen, tokenizer_deadline_ms=20_000) as client,
@@ -42,7 +42,7 @@ async def test_a_conversation_stays_with_the_engine_of_its_turn_before(
 
 
 async def converse(client: httpx.AsyncClient, api: Api) -> None:
-    """Conversations whose turns take turns."""
+    """Send several conversations, interleaved turn by turn."""
     names = [f"conversation {i} by {api}" for i in range(CONVERSATIONS)]
     talks = {name: [*TURNS[:1], ("user", f"{name}: who holds this?")] for name in names}
     homes: dict[str, str] = {}
@@ -110,7 +110,7 @@ async def test_session_headers_that_are_off_or_no_names_do_not_count(
 
 
 def _events(text: str) -> list[str]:
-    """Without what differs in every answer."""
+    """The events without what differs in every answer."""
     names = (
         "id",
         "item_id",

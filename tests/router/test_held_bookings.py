@@ -71,7 +71,7 @@ async def test_route_tokenizes_a_chat_and_avoids_workers(store: Store, valkey_ur
 
 
 async def load_of(store: Store, worker_id: str) -> int:
-    """Requests booked on a worker, by the store."""
+    """Number of requests booked on a worker according to the store."""
     packed = await store.client.hget(pool_keys(SCOPE.pool_id)[1], worker_id)
     return int(struct.unpack_from(">9d", packed)[7]) if packed else 0
 

@@ -37,7 +37,7 @@ async def index(request: pytest.FixtureRequest, store: Store) -> ResidencyIndex:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """The spans of one test; the global tracer provider can be set only once a process."""
+    """The spans of one test; the global tracer provider can be set only once per process."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
@@ -45,4 +45,4 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # what it needs is in its package; nothing is downloaded
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its package has the map, so nothing is downloaded

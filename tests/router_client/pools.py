@@ -27,7 +27,7 @@ PEER: Mapping[str, Any] = {
     "kv_tiers": tuple(tier.label for tier in Tier),
     "base_url": "http://10.0.0.1:8000",
 }
-"""A worker from which others can fetch all that it holds, and that can fetch from them."""
+"""A worker from which others can fetch everything that it holds, and that can fetch from them."""
 FETCH_BY = frozenset({KvConnector.P2P})
 
 
@@ -80,7 +80,7 @@ async def hold(
 
 
 class CountingIndex:
-    """An index that counts what it is asked."""
+    """An index that counts its queries."""
 
     def __init__(self, index: ResidencyIndex) -> None:
         self._index = index

@@ -1,8 +1,8 @@
-"""A Ray Serve deployment behind the example's request router, as a program of its own for `test_ray_serve`.
+"""A Ray Serve deployment behind the example's request router, as a separate program for `test_ray_serve`.
 
     python -m tests.router_client.ray_serve_replicas REDIS_URL MODEL TOKENIZER REPLICAS
 
-Prints the replicas' ids as a JSON line. For each further line it reads, a prompt as JSON, it prints which replica got that.
+Prints the replicas' ids as a JSON line. Then, for each line it reads (a prompt as JSON), it prints the replica that got it.
 """
 
 import json
@@ -19,7 +19,7 @@ FIND_S = 120
 
 
 class Completion(SimpleNamespace):
-    """A completion, as the requests of Ray's LLM deployments are."""
+    """A completion, in the form of requests to Ray's LLM deployments."""
 
     def model_dump(self, exclude_none: bool = True) -> dict[str, object]:
         return dict(vars(self))
@@ -46,7 +46,7 @@ def main(redis_url: str, model: str, tokenizer: str, replica_count: str) -> None
     handle = serve.run(deployment.bind())
     found: set[str] = set()
     until = time.monotonic() + FIND_S
-    while len(found) < replicas and time.monotonic() < until:  # this is no request for tokens: any replica answers
+    while len(found) < replicas and time.monotonic() < until:  # not a request for tokens, so any replica answers
         found.add(handle.remote("who").result())
     print(json.dumps(sorted(found)), flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Simulated engines of different speed behind one router, in simulated time."""
+"""Simulated engines of different speeds behind one router, in simulated time."""
 
 import heapq
 import math
@@ -30,8 +30,8 @@ class _Asked:
 
 @dataclass(slots=True)
 class SimulatedFleet:
-    """`costs`: each worker's true speed. `noise`: of what is measured, relative; `broken`: how many measurements are
-    nonsense. Engines are sampled each second, as sidecars do."""
+    """`costs`: each worker's true speed. `noise`: relative noise of measurements; `broken`: the share of measurements that are
+    nonsense. Engines are sampled every second, as by sidecars."""
 
     costs: Mapping[str, StepCost]
     noise: float = 0.05
@@ -61,7 +61,7 @@ class SimulatedFleet:
         return int(self.now_us)
 
     async def serve(self, router: RouterClient, requests: int, a_second: float) -> None:
-        """Requests of other prompts each, of 128 to 4,096 tokens, answered to their end."""
+        """Serve requests to their end, each with a different prompt of 128 to 4,096 tokens."""
         due_us, coming = self.now_us, requests
         steps: list[tuple[float, str, object]] = []
         running: set[str] = set()

@@ -1,4 +1,4 @@
-"""Remembered hash chains are those that would be computed, and no more of them than asked."""
+"""Remembered hash chains equal computed ones, and are no longer than asked for."""
 
 from hypothesis import given
 from hypothesis import strategies as st

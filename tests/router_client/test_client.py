@@ -179,7 +179,7 @@ async def test_another_models_workers_are_no_candidates() -> None:
             await router.reserve(PROMPT, dry_run=True)
         assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 1_500
         assert fleet.readings == readings
-    with pytest.raises(NoWorkers, match=r"tokenizer\?$"):  # which models others use is no tenant's business
+    with pytest.raises(NoWorkers, match=r"tokenizer\?$"):  # a tenant must not learn which models others use
         await router.reserve(Prompt.of_tokens(Scope("model", "tokenizer", tenant_id="t"), TOKENS), dry_run=True)
 
 
@@ -285,11 +285,11 @@ async def test_a_store_that_goes_away_is_one_clear_line() -> None:
 
 
 async def test_only_a_2xx_finishes() -> None:
-    """A prompt that was answered otherwise is not believed cached: nobody knows if it was computed."""
+    """A prompt with another answer does not count as cached, because it is unknown whether it was computed."""
     for status, believed in ((200, True), (204, True), (500, False), (429, False), (404, False), (0, False)):
         router = RouterClient(MemoryIndex(), StaticFleet(pool(worker("w1", load={}))), RouterSettings(deadline_ms=None))
         choice = await router.reserve(PROMPT)
         await choice.done(status=status)
         again = await router.reserve(PROMPT, dry_run=True)
         assert (again.unconfirmed_tokens > 0) is believed, status
-        assert again.cost.amounts[4] == 1, status  # no other request runs there
+        assert again.cost.amounts[4] == 1, status  # no other request is running there

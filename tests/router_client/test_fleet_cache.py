@@ -1,4 +1,4 @@
-"""The fleet records that a router decides by: how long they are kept, and what an empty read means."""
+"""The fleet records on which a router bases decisions: how long they are kept, and what an empty read means."""
 
 import pytest
 
@@ -38,7 +38,7 @@ async def test_what_is_worked_out_of_records_is_kept_until_more_than_loads_chang
     records["w2"] = worker("w2", load={"running_decodes": 7})
     now[0] += 1
     third = await cached.read_pool(SCOPE.pool_id)
-    assert third.candidates is first.candidates  # another load changes nothing that was worked out
+    assert third.candidates is first.candidates  # a different load changes nothing that was computed
     assert third.loads["w1"] is None and third.loads["w2"] == Load(running_decodes=7)
     records["w2"] = worker("w2", state=EngineState.DRAINING)
     now[0] += 1
@@ -67,7 +67,7 @@ def test_a_pool_that_is_no_longer_read_keeps_its_records_for_a_while() -> None:
 
 
 def test_silent_workers_get_requests_only_if_no_other_worker_of_their_pool_can() -> None:
-    """If all are silent at once, NATS or the publishers have failed, and the engines may well serve."""
+    """If all are silent at once, NATS or the publishers have failed, and the engines may well be serving."""
 
     def silent(id: str, state: EngineState = EngineState.UP, scope: Scope = SCOPE) -> FleetRecord:
         return worker(id, state=state, scope=scope).model_copy(update={"liveness": Liveness.LOST})

@@ -1,4 +1,4 @@
-"""The router client needs the plain install's dependencies alone."""
+"""The router client needs only the plain install's dependencies."""
 
 import subprocess
 import sys

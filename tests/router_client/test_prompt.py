@@ -1,4 +1,4 @@
-"""Prompts as token ids, ready hashes or hints; chains hashed chunk by chunk."""
+"""Prompts as token ids, precomputed hashes or hints; chains hashed chunk by chunk."""
 
 from array import array
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ray Serve with the example's request router: a real deployment, in an environment of its own."""
+"""Ray Serve with the example's request router: a real deployment, in a separate environment."""
 
 import json
 import os

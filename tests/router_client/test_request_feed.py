@@ -1,4 +1,4 @@
-"""What routers report of answered requests, as `kvatlas record` writes it and `kvatlas replay` reads it."""
+"""Routers' reports of answered requests, as `kvatlas record` writes and `kvatlas replay` reads them."""
 
 import json
 from base64 import b64encode
@@ -68,7 +68,7 @@ async def test_a_slow_follower_is_told_how_much_it_missed() -> None:
 
 
 def told(tokens: int, output: int = 1, **other: object) -> bytes:
-    """A line of a router."""
+    """A line from a router's feed."""
     hashes = extend_chain(list(range(tokens)), BLOCK_TOKENS)
     line = {"at_us": 1, "model": "m", "scope": "s", "input_length": tokens, "output_length": output}
     return json.dumps({**line, "block_tokens": BLOCK_TOKENS, "hashes": b64encode(hashes).decode(), **other}).encode()

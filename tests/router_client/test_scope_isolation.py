@@ -23,7 +23,7 @@ TOKENS = list(range(160))
 async def test_only_the_same_scope_overlaps(
     indexes: list[ResidencyIndex], held: list[Scope], asked: Scope, depths: list[int]
 ) -> None:
-    # workers of the asked pool, whatever they hold: even then other scopes' blocks count for nothing
+    # workers of the queried pool, whatever they hold: even then, other scopes' blocks do not count
     records = [worker(f"w{i}", scope=asked) for i in range(len(held))]
     expected = {r.endpoint.id: d if s == asked else 0 for r, s, d in zip(records, held, depths, strict=False)}
     for index in indexes:

@@ -1,4 +1,4 @@
-"""The sync client: the same calls and the same answers as the async one's, for threads, with a clean end."""
+"""The sync client: the same calls and answers as the async one, for threads, with a clean end."""
 
 import asyncio
 import inspect
@@ -72,7 +72,7 @@ def short(number: int) -> Prompt:
 
 
 def booked(router: SyncRouterClient) -> list[int]:
-    """Requests booked on each worker, as the next one would find it."""
+    """Number of requests booked on each worker, as the next request would find it."""
     return sorted(r.cost.amounts[4] - 1 for r in router.rank(short(0)))
 
 
@@ -131,7 +131,7 @@ def test_the_client_has_the_async_clients_calls_and_submit() -> None:
                 assert answer(mine) == answer(theirs), name
             elif name == "open":
                 assert parameters(RouterClient.open) == parameters(SyncRouterClient.open)
-            else:  # a property, or what is set when it is made
+            else:  # a property, or an attribute set in the constructor
                 assert isinstance(theirs, property), name
                 assert getattr(twin, name) == getattr(router, name)
 
@@ -278,7 +278,7 @@ def test_a_call_that_is_interrupted_while_it_starts_is_cancelled() -> None:
         def submit(self, *args: Any, **kwargs: Any) -> Any:
             super().submit(*args, **kwargs)
             assert begun.wait(60)
-            raise KeyboardInterrupt  # the loop has the call, its caller has no future yet
+            raise KeyboardInterrupt  # the loop has the call, but its caller has no future yet
 
     async def hang() -> None:
         begun.set()
@@ -337,7 +337,7 @@ with SyncRouterClient(RouterClient(MemoryIndex(), StaticFleet({}))) as router:
 
 
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
-    """The child ends without a word about what runs in its parent."""
+    """The child ends without a message about what runs in its parent."""
     command = [sys.executable, "-W", "ignore", "-c", FORK]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     child, parent = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""One span a question, with what was decided."""
+"""One span per call, with the decision."""
 
 import json
 
@@ -17,7 +17,7 @@ PROMPT = Prompt.of_tokens(SCOPE, list(range(100)), id="r-1")
 
 
 def decisions(spans: InMemorySpanExporter) -> list[ReadableSpan]:
-    """Without their steps."""
+    """The spans of decisions, without those of their steps."""
     return [span for span in spans.get_finished_spans() if span.name != "read pool"]
 
 

@@ -21,16 +21,17 @@ _ERROR = {
         "code": 500,
     }
 }
-"""vLLM 0.33's error for an engine core that died."""
+"""vLLM 0.33's error after its engine core has died."""
 _ERROR_EVENTS = b"data: " + json.dumps(_ERROR, separators=(",", ":")).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFaults:
-    """Wraps an engine's application (`run_engine`). `fault`, of this share of the answers, after so many events of a stream:
+    """Wraps an engine's application (`run_engine`). `fault` affects this share of the answers, after this many events of a
+    stream:
 
-    error: an error instead of an answer, in a stream as an event. The others come after a part of a stream. late_error: the
-    same error. cut: the connection closes. hang: nothing computes any more. kill: the engine's process is killed. A
+    error: an error instead of an answer, in a stream as an event. All other faults come after a part of a stream. late_error:
+    the same error. cut: the connection closes. hang: nothing computes any more. kill: the engine's process is killed. A
     non-streamed answer is an error in all cases.
     """
 
@@ -86,7 +87,7 @@ class AnswerFaults:
                 transport=httpx.ASGITransport(application), base_url="http://engine"
             ) as client:
                 await client.post("/hang")
-            await asyncio.wait((answering,))  # until its client leaves
+            await asyncio.wait((answering,))  # until its client disconnects
         if self.fault in ("error", "late_error"):
             await send({"type": "http.response.body", "body": _ERROR_EVENTS, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

@@ -40,7 +40,7 @@ def engine_settings(**changed: Any) -> EngineSettings:
 async def running_engine(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda application: application, /, **changed: Any
 ) -> AsyncIterator[tuple[EngineAddresses, httpx.AsyncClient]]:
-    """An engine that answers, and an HTTP client to it. `wrap`: as of `run_engine`."""
+    """An engine that answers, and an HTTP client of it. `wrap`: see `run_engine`."""
     found: list[EngineAddresses] = []
     up = anyio.Event()
 
@@ -148,7 +148,7 @@ async def listening(addresses: EngineAddresses, client: httpx.AsyncClient) -> As
 
 
 async def replayed(endpoint: str, first_seq: int) -> list[Batch]:
-    """What the replay socket sends, up to the end marker."""
+    """The batches that the replay socket sends, up to the end marker."""
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     batches: list[Batch] = []

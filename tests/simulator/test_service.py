@@ -1,4 +1,4 @@
-"""A whole engine: it stops in order and names an address in use."""
+"""A whole engine stops properly, and names an address that is in use."""
 
 import anyio
 import pytest

@@ -1,7 +1,7 @@
 """A router process of the peer: `python -m benchmarks.peer.dynamo.choices_process WORKERS HOLDERS SILENT HOLDING`.
 
-HOLDING: a JSON object of worker number to the event socket of its engine; SILENT: the socket of all others. It is ready when
-its index holds what the engines published. A turn is `latency` or `rate`, and `tokens` or `hashes`.
+HOLDING: a JSON object that maps worker numbers to their engines' event sockets; SILENT: the socket of all others. The process
+is ready when its index holds what the engines published. A turn is `latency` or `rate`, and `tokens` or `hashes`.
 """
 
 import asyncio

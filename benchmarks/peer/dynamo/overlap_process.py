@@ -1,7 +1,7 @@
 """A process that requests overlaps from the peer: `python -m benchmarks.peer.dynamo.overlap_process PORT` of its indexer.
 
 It is ready when the indexer holds what the engines published. A turn is the number of a case; it prints {shared_ms,
-in_process_us}: the medians of an HTTP query of the indexer and of `RadixTree.find_matches`.
+in_process_us}: the medians of an HTTP query to the indexer and of `RadixTree.find_matches`.
 """
 
 import asyncio

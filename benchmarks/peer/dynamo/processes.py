@@ -22,7 +22,7 @@ POLL_S = 0.05
 
 
 def dynamo_child(module: str, args: Sequence[str], *, ready_s: float = READY_S) -> AbstractAsyncContextManager[Child]:
-    """A benchmark module in the peer's Python; it may import the standard library and what the peer installs."""
+    """A benchmark module in the peer's Python; it may import only the standard library and what the peer installs."""
     return child_process(module, args, ready_s=ready_s, python=str(PYTHON), environment=QUIET)
 
 

@@ -35,7 +35,7 @@ async def _main(url: str) -> None:
 
         async def turn(line: str) -> Sequence[str]:
             case, chain = cases[int(line)], chains[int(line)]
-            # one token more than the blocks: engines recompute the last one, so that all blocks are usable
+            # one token more than the blocks have: engines recompute only that one, so all blocks are usable
             prompt = Prompt.of_hashes(SCOPE, chain, BLOCK_SIZE, input_tokens=len(case.tokens) + 1)
             found = {worker.worker_id: worker.resident_blocks for worker in await router.overlap(prompt)}
             _check(case, found)

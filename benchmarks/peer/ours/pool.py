@@ -19,7 +19,8 @@ SCOPE = Scope("bench", "bench")
 
 
 async def write_pool(store: Store, workers: int, held: list[tuple[list[int], Mapping[int, int]]]) -> None:
-    """Empty the store, and write workers, some of which hold prompts: (token ids, worker number to blocks)."""
+    """Empty the store, and write workers, some of which hold prompts: (token ids, number of blocks by worker
+    number)."""
     await store.client.flushall()
     index = await open_redis_index(store, writer=True)
     use = ScopeUse(SCOPE, BLOCK_SIZE)

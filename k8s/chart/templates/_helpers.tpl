@@ -258,7 +258,7 @@ apiVersion: v1
 kind: ServiceAccount
 metadata:
   {{- include "kvatlas.metadata" (list $root (include "kvatlas.serviceAccount" (list $root $name $values.serviceAccount)) nil $values.serviceAccount.annotations) | nindent 2 }}
-automountServiceAccountToken: false # the Deployment asks for it, if it needs it
+automountServiceAccountToken: false # a Deployment that needs it asks for it
 {{- end }}
 {{- end }}
 

@@ -1,4 +1,4 @@
--- beat: lets a member, an indexer process, expire `ttl ms` from now. Removes expired members. A member that would expire later
+-- beat: makes a member (an indexer process) expire `ttl ms` from now. Removes expired members. A member that would expire later
 -- than this one dates from before the store's clock went back, and is shortened to the same time.
 --
 -- KEYS 1 members   HASH  member id -> expiry ms

@@ -3,7 +3,7 @@
 --
 -- KEYS allowances, at most 256   HASH  left -> amount, below 0 if more was used than taken; at -> ms of the store's clock
 -- ARGV for each:
---      its size: what refills in a minute, which is also the maximum
+--      its size: the maximum, and what refills in a minute
 --      what is put back; below 0: what was used without being taken
 --      what is wanted
 -- returns for each: taken, left

@@ -1,6 +1,6 @@
--- put_objects: records the worker of each object of a tenant. Once the tenant has more newer objects than its part of `most`,
+-- put_objects: records the worker of each object of a tenant. Once the tenant has more newer objects than its share of `most`,
 -- they become the older ones, so at most twice as many are kept. Each tenant that made an object within the time has an equal
--- part.
+-- share.
 --
 -- KEYS 1 newer objects   HASH  object id -> worker id
 --      2 older objects   HASH  object id -> worker id

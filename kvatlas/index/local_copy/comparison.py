@@ -1,8 +1,8 @@
-"""Compares the workers of a local copy with the store's, to catch changes without a message and messages that it missed.
+"""Compares the workers of a local copy with the store's, to catch changes without a message and messages that the copy missed.
 
-The store may close a worker without a message (it is gone, or the store is out of memory); the copy then follows. A copy that
-missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; it is then
-rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
+The store may close a worker without a message (the worker is gone, or the store is out of memory); the copy then follows. A
+copy that missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; it
+is then rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def stored_moment(stored: StoredRecord) -> Moment:
 
 
 def compare(mine: Record | None, stored: StoredRecord | None) -> Difference:
-    """Compare two records; `stored` was read before `mine` is looked at."""
+    """Compare two records; `stored` must have been read before `mine`."""
     answers_here = mine is not None and (mine.active >= 0 or mine.loading >= 0)
     if stored is None:
         return Difference.ABSENT_THERE if mine is not None else Difference.NONE
@@ -75,7 +75,8 @@ class ShardComparison:
         self._absent_since_s: dict[str, float] = {}
 
     def follow(self, stored: Mapping[str, StoredRecord], read_s: float, current_s: float) -> str | None:
-        """Close and drop here the workers that the store has closed and dropped. Returns why the copy is wrong, if it is.
+        """Close and drop, in the copy, the workers that the store has closed and dropped. Returns why the copy is wrong, or
+        None.
 
         `read_s`: when the records had been read; `current_s`: everything in the stream at this time is applied here.
         """

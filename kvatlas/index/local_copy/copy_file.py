@@ -1,7 +1,7 @@
 """The file that keeps a router's copy of the index: opening, resuming, writing and dropping it.
 
 A copy never depends on its file: a file that is not a copy is renamed, one that can't be opened is left alone, and one older
-than the stream is emptied. Each case is logged in one line, and the copy is made from the store as without a file.
+than the stream is emptied. Each case is logged in one line, and the copy is made from the store, as if there were no file.
 """
 
 import logging
@@ -32,7 +32,7 @@ _rare_log = RateLimitedLog(log)
 
 
 class CopyFile:
-    """One replica's file, or none (`path=None`): then copies are a MemoryIndex, and are not kept."""
+    """One replica's file. Without one (`path=None`), copies are MemoryIndexes that are not kept."""
 
     def __init__(self, path: Path | None, counters: ReplicaCounters) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class CopyFile:
             try:
                 opened = await finish_in_thread(_open, self._path, layout)
             except UnsuitableStore as error:
-                _rare_log.report("open", f"replica: {error}; the copy is kept in no file")
+                _rare_log.report("open", f"replica: {error}; the copy is not kept in a file")
         if opened is None:
             yield MemoryIndex(layout.partitions, layout.shards, side_index=False)
             return
@@ -57,8 +57,8 @@ class CopyFile:
             await finish_in_thread(file.close)
 
     async def resume(self, copy: MemoryIndex, client: Client) -> Position | None:
-        """The position after which a copy from the file needs the stream's messages. None, and the copy is emptied, if the
-        stream no longer has what it missed. Raises KvatlasError, and nats errors."""
+        """The position after which a copy from the file needs the stream's messages. If the stream no longer has what the copy
+        missed, the copy is emptied, and None returned. Raises KvatlasError, and nats errors."""
         if not isinstance(copy, KeptCopy):
             return None
         position, stream = copy.kept_position, await stream_info(client)

@@ -16,11 +16,11 @@ from kvatlas.index.sqlite.index import SqliteIndex
 from kvatlas.runtime.threads import finish_in_thread
 
 VALUES_A_PART = 2_000
-"""Changed values of each kind and shard to describe before other tasks get their turn: a few milliseconds."""
+"""How many changed values of each kind and shard to describe before other tasks get their turn: a few milliseconds' work."""
 
 
 class KeptCopy(SqliteIndex):
-    """Changes return at once; `save` writes them."""
+    """An index whose changes return at once; `save` writes them to the file."""
 
     def __init__(self, file: IndexFile) -> None:
         """Reads the whole file. Raises DamagedFile."""

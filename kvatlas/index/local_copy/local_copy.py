@@ -46,7 +46,7 @@ from kvatlas.telemetry import export_metrics
 BLOCK_BYTES = 160
 """Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
 ROW_BYTES = 80
-"""The number of its row, in a copy that is kept in a file."""
+"""Memory of its row number, in a copy that is kept in a file."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
 """Number of times within `max_stale_ms` to ask for the stream's end."""
@@ -74,7 +74,7 @@ class ReplicaState(StrEnum):
 
 
 class TooLarge(KvatlasError):
-    """The copy takes, or would take, more memory than it may."""
+    """The copy takes, or would take, more memory than allowed."""
 
 
 class IndexReplica:
@@ -165,7 +165,7 @@ class IndexReplica:
     # ------------------------------------------------------------ the copy
 
     def start(self) -> None:
-        """Make the copy and keep it, in the background."""
+        """Make the copy and keep it up to date, in the background."""
         self._task.start()
 
     async def stop(self) -> None:
@@ -255,7 +255,7 @@ class IndexReplica:
         probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
         await self._wait_until_current(feed, feeding, probe_s)
         for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
-            worker.bad = False  # a checkpoint among the messages that were applied to a copy of later blocks
+            worker.bad = False  # by a checkpoint that was applied to a copy of later blocks
         comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
         if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
             await self._wait_until_current(feed, feeding, probe_s)  # the lagging messages must have arrived by then
@@ -347,7 +347,7 @@ def _count_keys(copy: MemoryIndex) -> int:
 
 
 def _estimate_bytes(copy: MemoryIndex, block_bytes: int) -> int:
-    """Takes work per scope and worker."""
+    """The memory of a copy. The work is per scope and worker."""
     tables = [copy.shard_at(k).table for k in range(copy.shards)]
     marked = sum(len(one) for table in tables for by_scope, _ in table.marks.tables for one in by_scope.values())
     entries = sum(holder.digest.blocks for table in tables for holder in table.holders.values())

@@ -15,8 +15,8 @@ MAX_BYTES = 1 << 30
 class ReplicaSettings:
     """A copy of the index in this process, fed from `nats` (an access, or the URL alone).
 
-    `max_stale_ms`: the store answers while the copy may be older than this. `max_bytes`: the store answers if the copy
-    would take more memory than this, as estimated from its blocks. `file`: keeps the copy over restarts; None: it is not kept.
+    `max_stale_ms`: the store answers while the copy may be older than this. `max_bytes`: the store answers if the copy would
+    take more memory than this, as estimated from its blocks. `file`: keeps the copy across restarts; None: it is not kept.
     """
 
     nats: NatsAccess | str

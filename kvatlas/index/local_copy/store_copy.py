@@ -1,9 +1,9 @@
 """Copies a shard from the store into a memory index while the store continues to apply messages.
 
-The copy does not show a single moment. A worker's record is read first; its blocks are read while later messages change
-them. So the messages after the record must be applied to the copy again, starting at a stream position that the store had
-before the record was read. Each message sets a block's tiers and marks whatever they were before, so blocks that messages
-touch end as in the store, and the others were read correctly. `start_position` gives that position.
+The copy does not show a single moment. A worker's record is read first; its blocks are read while later messages change them.
+So the messages after the record must be applied to the copy again, starting at a stream position that the store had before the
+record was read. Each message sets a block's tiers and marks whatever they were before, so blocks that messages touch end up as
+in the store, and the others were read correctly. `start_position` gives that position.
 """
 
 import json

@@ -30,7 +30,7 @@ from kvatlas.runtime.wakeup import Wakeup
 
 SLICE_MESSAGES = 32
 SLICE_BYTES = 16 * 1024
-"""Limits of what is applied before other tasks of the process get their turn: a few milliseconds."""
+"""Limits of what is applied before other tasks get their turn: a few milliseconds' work."""
 PROBE_TIMEOUT_S = 2.0
 MOST_PROBES = 64
 FIRST_PAUSE_S = 0.05
@@ -65,7 +65,7 @@ class StreamFeed:
         self._admission = admission
         self._wakeup = Wakeup()
         self._goals: deque[tuple[int, float]] = deque(maxlen=MOST_PROBES)
-        """(number of a consumer message, time since when the stream has had everything up to it)."""
+        """(number of a consumer message, time): once that message is applied, so is everything in the stream at that time."""
 
     async def run(self) -> None:
         """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last applied
@@ -166,7 +166,7 @@ class StreamFeed:
             await anyio.sleep(self._probe_s)
 
     def _settle(self, queue: PartitionQueue) -> None:
-        """Update `current_s` from the goals that are reached."""
+        """Update `current_s` from the goals that have been reached."""
         applied = queue.received - len(queue)
         while self._goals and self._goals[0][0] <= applied:
             _, self.current_s = self._goals.popleft()

@@ -118,7 +118,7 @@ class BlockTable:
             self.last_number += 1
             holder = self.last_number
         else:
-            holder = self._free.pop(0)  # first freed first
+            holder = self._free.pop(0)  # the one freed earliest
         self.holders[holder] = Holder(worker_id)
         return holder
 
@@ -189,8 +189,8 @@ class BlockTable:
     # ------------------------------------------------------------ blocks
 
     def load(self, scope_id: bytes, values: Mapping[bytes, bytes], known: dict[bytes, bytes]) -> None:
-        """Take over blocks of another index, each once. Drops entries of holders that are unknown here. `known`: cache of
-        values without those, shared by all calls of a copy, so that equal values are one object."""
+        """Take over blocks of another index, each once. Drops entries of holders that are unknown here. `known`: cache of the
+        remaining values, shared by all calls of a copy, so that equal values are one object."""
         blocks = self.blocks.setdefault(scope_id, {})
         by_entry: dict[bytes, list[bytes]] = {}
         for value, keys in _by_value(values, blocks).items():
@@ -368,7 +368,7 @@ class _Unswept(NamedTuple):
 
 
 def split(packed: bytes) -> list[bytes]:
-    """Packed hashes as single ones, without repeats, in order."""
+    """The single hashes of packed ones, in order and without repeats."""
     return list(dict.fromkeys(chain.from_iterable(iter_unpack(f"{HASH_BYTES}s", packed))))
 
 

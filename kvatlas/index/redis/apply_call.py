@@ -27,8 +27,8 @@ SAMPLED_BLOCKS = 64
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if all messages are
-    one event and differ only in their hashes."""
+    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if each message is a
+    single event and they differ only in their hashes."""
 
     incarnation: int
     first_seq: int
@@ -81,8 +81,7 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
-    """`entries`: the last entry of each incarnation's scopes; `sizes`: the sizes in all of them, kept apart for each
-    incarnation."""
+    """By incarnation and scope: `entries`, the last entry, and `sizes`, the sizes known from all of them."""
 
     partition: int
     entries: dict[tuple[int, bytes], list[Any]] = field(default_factory=dict)

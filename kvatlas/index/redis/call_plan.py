@@ -4,8 +4,8 @@ A call carries whole messages, or a part of one that is too large for a call. Pa
 event is one, and so is an event without hashes. The store records how many steps of a worker's next message are applied, in
 the call that applies them. So each step is applied once, even if another process continues after a crash and cuts elsewhere.
 
-Limiting messages to 256 hashes, so that none needs to be cut, takes a fifth more CPU time per block: 3.0 us instead of 2.5
-with 4,096 hashes (`benchmarks.stream.message_sizes`). And a message of version 1 may have 65,000 hashes.
+Limiting messages to 256 hashes, so that none needs to be cut, takes a fifth more CPU time per block: 3.0 us instead of 2.5 with
+4,096 hashes (`benchmarks.stream.message_sizes`). Besides, a message of version 1 may have 65,000 hashes.
 """
 
 from collections.abc import Mapping, Sequence

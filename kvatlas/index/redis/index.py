@@ -130,7 +130,7 @@ class RedisIndex(DirectWrites):
 
     @property
     def shard_keys(self) -> Sequence[ShardKeys]:
-        """The keys of each shard, for a call that looks up itself (`kvatlas/reservations/functions/_held_blocks.lua`)."""
+        """The keys of each shard, for a call that does its own lookup (`kvatlas/reservations/functions/_held_blocks.lua`)."""
         return self._keys
 
     # ------------------------------------------------------------ writing
@@ -363,7 +363,7 @@ class RedisIndex(DirectWrites):
                 sizes = holder.touched
                 if len({((await self._registry.scope(one)).model_id, *size[1:]) for one, size in sizes.items()}) > 1:
                     held = await reader.held(holder)
-                else:  # attribute everything to any one scope
+                else:  # attribute everything to one arbitrary scope
                     held = {(one, tier): holder.by_tier[tier] for one in list(sizes)[:1] for tier in Tier}
                 for (scope_id, tier), blocks in held.items():
                     found.add(scope_id, tier, blocks, sizes[scope_id].bytes_in(tier))

@@ -15,7 +15,7 @@ INDEX_LIBRARY = FunctionLibrary(
 
 
 class IndexFunctions:
-    """Calls by name (`functions/*.lua`); a call loads the library if the store lost it.
+    """Calls functions by name (`functions/*.lua`); a call loads the library if the store lost it.
 
     Raises Unreachable, and redis' ResponseError for an error that the server returns.
     """

@@ -15,7 +15,7 @@ USAGE_SCOPES = "kva:{fleet}:usage-scopes"
 
 LAYOUT_VERSION = 2
 SWITCHED_VERSION = 3
-"""A layout other than number 0 answers. Versions that don't know this must refuse to start."""
+"""Version of a store in which a layout other than number 0 answers. Releases that don't know it must refuse to start."""
 
 
 def layout_key(number: int) -> str:
@@ -114,7 +114,7 @@ class ShardKeys:
         return self._key(f"parents:{scope_id.hex()}")
 
     def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
-        """Every key of a shard, if it has blocks of these scopes and pins of these holders."""
+        """Every key that a shard with blocks of these scopes and pins of these holders may have."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
         names += (self.partitions, self.steps, self.held, self.moments, self.spent, self.meta, self.marked, self.pinned)
         names += map(self.pinned_by, pinned_by)

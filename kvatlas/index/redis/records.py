@@ -22,7 +22,7 @@ _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 _TOUCHED = ">8sII"
 _SIZES = ">II"
 _SIZE_LIMIT = 1 << 24
-"""Above every block size: a tier is stored in the byte in front of it."""
+"""Above every block size, because a tier is stored in the byte before it."""
 TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
 

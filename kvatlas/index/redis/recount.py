@@ -61,7 +61,7 @@ class Strays(NamedTuple):
 
 
 _Touched = dict[tuple[bytes, bool], set[bytes]]
-"""By (scope, True if about marks): hashes of blocks (False), fields of marks (True)."""
+"""By (scope, about marks?): fields of marks if True, hashes of blocks if False."""
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
 
 
 class Recount:
-    """One pass for at most WORKERS_A_PASS workers of one shard: `part` until `ended`, then `finish`; or `complete`.
+    """One pass for at most WORKERS_A_PASS workers of one shard: call `part` until `ended`, then `finish`; or just `complete`.
 
     A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go in the
     meantime. So entries that a worker's messages touched are read again at the end, provided that all of these messages
@@ -290,7 +290,7 @@ class Recount:
         return list(self._counts.values())
 
     async def complete(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """The whole pass at once."""
+        """Do the whole pass at once."""
         while not self.ended:
             await self.part(functions)
         return await self.finish(functions)

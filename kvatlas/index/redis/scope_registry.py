@@ -28,7 +28,7 @@ REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
 """The most that `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
-"""Names of forgotten scopes that are kept for `usage`."""
+"""Limit of the names of forgotten scopes that are kept for `usage`."""
 
 
 class ScopeRegistry:
@@ -65,7 +65,7 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write everything that this process registered recently again, because the store may have lost it."""
+        """Write again everything that this process registered recently, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property

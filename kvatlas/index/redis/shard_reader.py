@@ -42,7 +42,7 @@ class ActiveHolder(NamedTuple):
 
 
 class ShardReader:
-    """Every call except `blocks` raises Unreachable. Holders are 3-byte numbers."""
+    """Reads one shard. Every call except `blocks` raises Unreachable. Holders are 3-byte numbers."""
 
     def __init__(self, store: Store, keys: ShardKeys) -> None:
         self._store = store

@@ -18,7 +18,7 @@ Amounts = list[tuple[bytes, Tier, float]]
 
 
 class UsageReader:
-    """Every call raises Unreachable."""
+    """Reads one shard's usage. Every call raises Unreachable."""
 
     def __init__(self, store: Store, functions: IndexFunctions, keys: ShardKeys) -> None:
         self._store = store

@@ -22,7 +22,7 @@ class WipeRecovery:
 
     @property
     def answering(self) -> bool:
-        """True if this was the layout that answers, at the last check."""
+        """True if this layout was the one that answers, at the last check."""
         return self._answers == self._layout.number
 
     async def check(self) -> None:

@@ -103,7 +103,7 @@ class IndexFile:
     """One process at a time has it open. Calls may come from any thread, one after the other."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or creates it. Raises DamagedFile (no file of ours, or damaged), UnsuitableStore (open elsewhere, or
+        """Opens the file, or creates it. Raises DamagedFile (not our file, or damaged), UnsuitableStore (open elsewhere, or
         it can't be opened), and LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
@@ -121,7 +121,7 @@ class IndexFile:
                 raise
 
     def rows(self, table: str) -> Iterator[Row]:
-        """Every row, with the fields in the order of the table's. Raises DamagedFile."""
+        """Every row, with the fields in the table's order. Raises DamagedFile."""
         with self._opening():
             yield from self._connection.execute(_SAY[table].select)
 

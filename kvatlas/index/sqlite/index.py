@@ -126,7 +126,7 @@ class SqliteIndex(MemoryIndex):
         await self._write_changes(self._tracked_shards)
 
     async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
-        """Write everything that changed; nothing is left if an earlier transaction included it."""
+        """Write everything that changed; there is nothing left to write if an earlier transaction included it."""
         async with self._writing:
             await self._write_changes_alone(shards)
 

@@ -49,13 +49,13 @@ class SqliteShard(MemoryShard):
 
     @property
     def changed_values(self) -> list[dict[tuple[bytes, bytes], None]]:
-        """The records in `changed` that may be many."""
+        """The records in `changed` that may have many entries."""
         return [one.changed for one in (self._blocks, self._parents, self._marks, self._heads)]
 
     # ------------------------------------------------------------ to the file
 
     def describe_values(self, changes: Changes, most: int | None = None) -> None:
-        """Add the rows of changed values, of each kind the first `most` of them (None: all)."""
+        """Add the rows of changed values: the first `most` of each kind (None: all)."""
         linked = self._parents.changed
         for name, table, changed in (
             ("blocks", self._blocks, linked | self._blocks.changed if linked else self._blocks.changed),

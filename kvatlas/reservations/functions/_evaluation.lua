@@ -142,7 +142,7 @@ local function mean_of(state)
     sums[1], sums[2] = sums[1] + sign * queued, sums[2] + sign * running
     sums[3], sums[4] = sums[3] + sign * waiting, sums[4] + sign * kv
   end
-  -- a group's sums include all its members; this corrects them where the choice counts others
+  -- a group's sums include all its members; this corrects them where the choice counts different ones
   local function correct(packed, counts)
     local sampled, _, queued, running, waiting, kv, _, _, _, _, _, _, group, believed = struct.unpack(WORKER, packed)
     local counted = believed == 1 and state.row_of[group] ~= nil
@@ -183,7 +183,7 @@ local function mean_of(state)
   return sums
 end
 
--- Returns after which place of the ask's look-alikes a worker's row begins; nil if it has none.
+-- Returns the place in the ask's look-alikes after which a worker's row begins; nil if it has none.
 local function row_for(state, worker, packed)
   local group = group_in(packed)
   local lookup = state.ask.lookup
@@ -191,7 +191,7 @@ local function row_for(state, worker, packed)
   return odd and state.group_of_row[odd] == group and odd or state.row_of[group]
 end
 
--- Returns the place of the row of the kind that an offer to a worker has; nil or false if it gets no offer.
+-- Returns the place of the row with the kind of an offer to a worker; nil or false if it gets no offer.
 local function kind_for(state, worker)
   local k = state.kind_of[worker]
   if k == nil and state.ask.look_alikes[1] and not state.named[worker] then
@@ -257,7 +257,7 @@ local function find_predictions(state)
   end
 end
 
--- Evaluates the i-th offer, to a worker, which is the row after `at` of `rows`. Returns its score and its level.
+-- Evaluates the i-th offer, made to a worker: the row after `at` in `rows`. Returns its score and its level.
 local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decode_us)
   local ask, limits = state.ask, state.ask.limits
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed

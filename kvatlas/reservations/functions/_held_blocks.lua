@@ -1,8 +1,9 @@
 -- Reads from the index what workers hold of a prompt, and only as much as a choice needs. The index's layout:
--- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works in a standalone store.
+-- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works only in a standalone
+-- store.
 --
--- Residency is prefix-closed for active holders: along a chain they only get fewer. Other holders in the same values (retired
--- ones that are being swept, loading ones) come and go.
+-- Residency is prefix-closed for active holders: there can only be fewer of them along a chain. Other holders in the same
+-- values (retired ones that are being swept, loading ones) come and go.
 --
 -- chain: { hashes = packed, tokens = those that a hash stands for, blocks = key, values = those read, most = no active holder
 -- that was not returned holds more blocks, met = the holders returned, met_count = how many these are }. Blocks count from 1.
@@ -10,7 +11,7 @@
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
 
--- Calls a command that reads the index. Its damage is not the pool's, which must not be dropped for it.
+-- Calls a command that reads the index. Damage there is not the pool's: the pool must not be dropped for it.
 local function read_index(...)
   local found = redis.pcall(...)
   if type(found) == 'table' and found.err then

@@ -93,7 +93,7 @@ local function unpack_rows(packed, most)
   return rows
 end
 
--- Returns a HASH as a flat list. Raises that it is damaged if it has more than `most` fields, which no function writes.
+-- Returns a HASH as a flat list. Raises `damaged` if it has more than `most` fields, which no function writes.
 local function read_whole(key, most)
   if redis.call('HLEN', key) > most then
     damaged('a list with too many entries')
@@ -101,7 +101,7 @@ local function read_whole(key, most)
   return redis.call('HGETALL', key)
 end
 
--- Unpacks a cmsgpack record. Raises that it is damaged unless its fields have these types.
+-- Unpacks a cmsgpack record. Raises `damaged` unless its fields have these types.
 local function unpack_record(packed, form, what)
   local done, record = pcall(cmsgpack.unpack, packed)
   if not done or type(record) ~= 'table' or #record ~= #form then
@@ -129,7 +129,7 @@ local function group_in(packed)
   return number_in(packed, GROUP)
 end
 
--- Raises that a worker's packed record is damaged if it is too short.
+-- Raises `damaged` if a worker's packed record is too short.
 local function check_length(packed)
   if #packed < WORKER_BYTES then
     damaged('load')

@@ -78,8 +78,8 @@ local function weigh_member(state, at, worker, packed, ring_place, own)
 end
 
 -- Returns cursors of the orders to be read, { order, weight, last = the last sum read, at, family }..., with weights that add
--- up to what a queued token, a running request, a KV token, and a waiting request for each token that it stands for in the mix
--- cost.
+-- up to the costs of a queued token, a running request, a KV token, and a waiting request (per token that it stands for in the
+-- mix).
 local function cursors_for(queued_us, running_us, kv_us, waiting_us, family)
   local mix = math.min(queued_us, waiting_us, running_us / MIX_TOKENS, kv_us / (MIX_TOKENS * KV_PER_RUNNING))
   local cursors = {}
@@ -168,7 +168,7 @@ local function least_costs(state, at, family)
   return without_load_us, again_us
 end
 
--- Weighs those of an order's next `most` look-alikes that were not weighed yet. Returns whether they were the last ones.
+-- Weighs the ones not weighed yet among an order's next `most` look-alikes. Returns whether they were the last ones.
 local function weigh_next(state, cursor, at, family, most)
   local found, ended = read_next(state, cursor, most)
   local workers, places = {}, {}
@@ -226,8 +226,8 @@ local function weigh_family(state, at, family)
   end
 end
 
--- Returns the groups, those that are cheapest without load first, since MOST_WEIGHED may end the search. Which of equal ones
--- is the first depends on the prompt.
+-- Returns the groups, cheapest without load first, since MOST_WEIGHED may end the search. Which of several equal ones comes
+-- first depends on the prompt.
 local function groups_in_order(state)
   local groups, row = {}, state.ask.look_alikes
   for group in pairs(state.row_of) do

@@ -1,6 +1,6 @@
--- Finds the cheapest of many look-alikes that hold different parts of a prompt, in one call and without looking at all.
+-- Finds the cheapest of many look-alikes that hold different parts of a prompt, in one call and without looking at all of them.
 --
--- What a look-alike costs without load falls with the blocks that it holds, and load only adds to it. So one that was not
+-- The more blocks a look-alike holds, the less it costs without load, and load only adds to that. So one that was not
 -- weighed costs at least what its row costs for the most blocks that any of them holds, plus the least load not read.
 -- Look-alikes are weighed in this order, until none of the rest can cost less than the best so far:
 -- 1. the deepest holders, in growing steps from the end of the prompt, as long as a step finds few; then all other holders
@@ -119,7 +119,7 @@ local function any_may_be_cheaper(state, families, chain)
   return false
 end
 
--- Weighs those of an order's next `most` look-alikes that may be the cheapest. Returns whether they were the last ones.
+-- Weighs the ones that may be the cheapest among an order's next `most` look-alikes. Returns whether they were the last ones.
 local function weigh_next_by_load(state, family, cursor, most)
   local found, ended = read_next(state, cursor, most)
   local group, met, workers, asked = math.floor(family.number / 2), {}, {}, {}
@@ -268,7 +268,7 @@ local function weigh_by_load(state, family)
   return true
 end
 
--- Weighs those that have something of their own: a prediction, an overdue sample, a session.
+-- Weighs the look-alikes that have something of their own: a prediction, an overdue sample, a session.
 local function weigh_extras(state)
   local workers, rows, asked = {}, {}, {}
   for _, worker in ipairs(state.extras) do

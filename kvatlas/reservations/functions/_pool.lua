@@ -37,8 +37,8 @@ local function expire_without_workers(keys)
   end
 end
 
--- Forgets everything that was booked, reported, or waits. Needed when the store's clock went back (it is another server's, or
--- was set): old data would count as fresh until the clock is back where it was.
+-- Forgets everything that was booked or reported, or that waits. Needed when the store's clock went back (it is another
+-- server's, or was set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
   for i = LOAD, QUEUE_CHARGES do
     redis.call('UNLINK', keys[i])
@@ -232,7 +232,7 @@ local function end_one(keys, member, most, now)
   return math.max(1, dropped)
 end
 
--- Ends what is over, up to SLICE reservations, predictions and samples, and requests that wait. Returns 1 if there may be more
+-- Ends what is over: up to SLICE reservations, predictions and samples, and requests that wait. Returns 1 if there may be more
 -- of the former, otherwise 0.
 local function purge(keys, now)
   purge_queue(keys, now)

@@ -2,8 +2,8 @@
 -- be tried, `_queue_charges.lua` what bookings cost their tenants. The Python twin, which explains the order, is
 -- `kvatlas/reservations/pool_queue.py`.
 --
--- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is its end, <rank> <tenant>.
--- A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
+-- A line is <lane> <rank, 8 hex digits> <tenant>; lanes and tenants are 16 hex digits. An account is the end of a line, <rank>
+-- <tenant>. A place is <0 if its program runs, else 1> <deadline in us, 16 digits> <us at which it arrived, 16 digits>.
 --
 -- queued_requests  id (16 bytes) -> cmsgpack { router, line, place, prompt tokens, expected units, weight in thousandths,
 --                  tenant }
@@ -13,7 +13,7 @@
 -- queue_numbers    'tokens' all prompts'; 'lines' how many there are; 'lanes' their names, one after another; 'weights' the sum
 --                  of all tenants'; 'n' <line>, 'a' <account>, 'c' <lane>, 'o' <router> how many wait there; 't' <tenant> ->
 --                  "requests tokens weight"; 'l' <lane> -> cmsgpack list of its workers, '' for all; 'k' <lane> -> its window;
---                  without anything that waits only 'idle' -> us since when
+--                  if nothing waits, only 'idle' -> us since when
 -- queue_counters   'c' <account> -> service of what was booked while requests waited; 'v' <rank> -> the highest before a
 --                  booking
 -- queue_deadlines  'e' <id> a request may wait no longer; 'q' <router> it no longer asks; 'a' <program> it no longer runs
@@ -114,12 +114,12 @@ local function account_member(account, counter)
   return 'g' .. string.sub(account, 1, 8) .. padded(counter) .. string.sub(account, 9)
 end
 
--- Returns the member of `queue_lines` that lists a line with its tenant's.
+-- Returns the member of `queue_lines` that lists a line among its tenant's.
 local function own_member(lane, account)
   return 'm' .. string.sub(account, 9) .. lane .. string.sub(account, 1, 8)
 end
 
--- Changes a tenant's requests and tokens; drops one without requests. `weight`: its present one.
+-- Changes a tenant's requests and tokens; drops a tenant without requests. `weight`: its current one.
 local function count_tenant(keys, tenant, requests, tokens, weight)
   local known = redis.call('HGET', keys[QUEUE_NUMBERS], 't' .. tenant)
   local had_requests, had_tokens, had_weight = string.match(known or '0 0 0', '^(%d+) (%d+) (%d+)$')
@@ -197,7 +197,7 @@ local function set_counter(keys, account, counter)
   return after
 end
 
--- Returns the least counter of other tenants than this account's, of members that begin in this way; nil if there are none.
+-- Returns the least counter of tenants other than this account's, among members that begin like this; nil if there are none.
 local function least_of_others(keys, start, account)
   local tenant, low, high = string.sub(account, 9), '[' .. start, '(' .. start .. 'g'
   for _, member in ipairs(redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], low, high, 'LIMIT', 0, 2)) do
@@ -207,7 +207,7 @@ local function least_of_others(keys, start, account)
   end
 end
 
--- Returns the counter at which an account begins to wait in a lane: that of others there, else of others in any lane.
+-- Returns the counter at which an account begins to wait in a lane: the least of others there, else of others in any lane.
 local function first_counter(keys, lane, account)
   local rank = string.sub(account, 1, 8)
   local least = least_of_others(keys, 't' .. lane .. rank, account) or least_of_others(keys, 'g' .. rank, account)
@@ -292,8 +292,8 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds what waits at a router that no longer asks to those that leave, up to `most`. Returns how much of it was used;
--- `most` or above if there may be more.
+-- Adds the requests that wait at a router that no longer asks to those that leave, up to `most`. Returns how much of it was
+-- used; `most` or above if there may be more.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)

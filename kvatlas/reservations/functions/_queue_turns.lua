@@ -42,8 +42,8 @@ local function next_waiting(look, line, after)
   end
 end
 
--- Gives a request its places in the order of its lane, and of all lanes. Strings are compared by the server's locale, so ids
--- are compared as digits.
+-- Gives a request its places in the order of its lane, and of all lanes. Strings are compared according to the server's locale,
+-- so ids are compared as digits.
 local function put_in_order(one, counter)
   local rank, tenant = string.sub(one.line, ACCOUNT_AT, ACCOUNT_AT + 7), string.sub(one.line, ACCOUNT_AT + 8)
   local place = one.entry[E_PLACE] .. string.format('%08x%08x%08x%08x', struct.unpack('>I4I4I4I4', one.id))
@@ -147,8 +147,8 @@ local function first_of_lanes(look, wide)
   return items
 end
 
--- Returns whether a request of a lane may go to a worker that the lanes before leave to it. `own`: its lane's first request is
--- among these.
+-- Returns whether a request of a lane may go to a worker that the lanes ahead of it leave free. `own`: its lane's first request
+-- is among those ahead.
 local function has_free_worker(workers, taken, own)
   for _, worker in ipairs(workers) do
     if (taken[worker] or 0) == (own and 1 or 0) then
@@ -159,7 +159,7 @@ local function has_free_worker(workers, taken, own)
 end
 
 -- Returns
--- - those of the requests that may be tried now: { { id, router, how many lanes come before, number of its own among these
+-- - the requests among these that may be tried now: { { id, router, how many lanes come before, number of its own among these
 --   (0: none) }... }; up to one request, if given
 -- - the lanes whose first requests come before, in their order
 local function turns_of(look, items, until_id)

@@ -1,4 +1,4 @@
--- Registering functions. A pool's data is only as large as its workers and their requests, so its functions also run when the
+-- Registers functions. A pool's data is only as large as its workers and their requests, so its functions also run when the
 -- store has no memory left for blocks.
 --
 -- A record that was damaged by hand must not make a function fail forever: if one finds damage, or a key of another

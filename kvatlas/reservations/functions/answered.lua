@@ -1,4 +1,4 @@
--- answered: keeps one router's counts of answers for a while. If there are too many routers, the one whose time ends first is
+-- answered: keeps one router's counts of answers for a while. If there are too many routers, the one that would expire first is
 -- dropped. The counts are read with HGETALL (kvatlas/predictions/store.py).
 --
 -- KEYS 1 answers   HASH  router id -> "<us at which it ends> <packed report>"

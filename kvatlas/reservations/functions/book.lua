@@ -120,7 +120,7 @@ local MUST_WAIT, QUEUE_IS_FULL, NO_ROOM, NOT_ITS_TURN = -4, -5, 1, 2
 -- Reserves what was chosen.
 local function reserve_chosen(keys, args, owner, state, now)
   local longest_us, input_tokens = integer(args[4], 0), integer(args[5], 0)
-  if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one
+  if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one's entry
     redis.call('HSET', keys[SOURCES], state.source, string.format('%d', state.fetched_us))
   end
   reserve(keys, args[1], owner, longest_us, input_tokens, state, state.chosen, now)

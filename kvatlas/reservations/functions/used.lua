@@ -1,4 +1,4 @@
--- used: adds what a router's answers used to the pool's totals. A report that arrives twice is added once.
+-- used: adds the usage of a router's answers to the pool's totals. A report that arrives twice is added once.
 --
 -- KEYS 1 usage         HASH  who used it (packed) -> "<answers> <prompt tokens> <cached tokens> <us saved>"
 --      2 usage reports HASH  router id -> number of its last report

@@ -1,4 +1,4 @@
-"""Named by OpenTelemetry's conventions for all kinds of systems."""
+"""Instruments named by OpenTelemetry's conventions for systems of all kinds."""
 
 from collections.abc import Mapping
 

@@ -26,7 +26,7 @@ PROXY_RESUMED = counter("proxy.continued", "{stream}", "Streams that another wor
 PROXY_NOT_CONTINUED = counter(
     "proxy.not_continued",
     "{stream}",
-    "Streams that ended with their engine's error, by why no other worker continued them",
+    "Streams that ended with their engine's error, by the reason why no other worker continued them",
 )
 _NOT_CONTINUED = (
     "sampled",
@@ -170,7 +170,7 @@ STALLS = counter(
     "progress.changes", "{worker}", "Engines with work found to make no progress, and to make progress again"
 )
 PROGRESS_PROBES = counter("progress.probes", "{request}", "Small requests sent to engines that may be stalled")
-MOVED = counter("progress.moved", "{request}", "Requests without a byte that left a stalled engine for another")
+MOVED = counter("progress.moved", "{request}", "Requests moved from a stalled engine to another before any byte")
 STALLED_NOW = gauge("progress.stalled", "{worker}", "1 for a worker whose engine makes no progress though it has work")
 
 STALLED = single(STALLED_NOW, "stalled")

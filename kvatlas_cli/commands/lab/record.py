@@ -18,7 +18,7 @@ from kvatlas_simulator.lab.recorder import TraceRecorder
 PATH = "/kvatlas/requests"
 CONNECT_S = 5.0
 AGAIN_S = 1.0
-"""Interval at which a router that disconnected is tried again."""
+"""Interval between attempts to reach a router that disconnected."""
 
 
 @with_settings(RecordSettings)

@@ -128,7 +128,7 @@ class StoreWrites:
             before, is_root = place, False
 
     def _find(self, name: EngineHash, child: EngineStored | None = None) -> _Place | None:
-        """The known place of a hash. `child`: an event whose parent this hash is; only the event's namespace counts."""
+        """The known place of a hash. `child`: an event with this hash as its parent; only its namespace counts."""
         stretch = self._lineage.known.get(name)
         if stretch is None:
             place = self._places.get(name)

@@ -1,5 +1,6 @@
-"""Stored events with an unknown parent: without it their blocks can't be identified. Causes are a child reported before its
-parent, or a sidecar started after its engine. Kept by parent, bounded, oldest parent forgotten first.
+"""Keeps stored events whose parent is unknown, since their blocks can't be identified without it: a child was reported before
+its parent, or the sidecar started after its engine. The events are kept by parent, up to a limit; the oldest parent is
+forgotten first.
 """
 
 from array import array

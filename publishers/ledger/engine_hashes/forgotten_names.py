@@ -66,7 +66,7 @@ class ForgottenNames:
 
     def _names_after(self, block: Block) -> Iterator[EngineHash]:
         lineage, below = self._lineage, list(block.iter_children())
-        for child in below:  # it grows
+        for child in below:  # grows during the loop
             for name in lineage.variants.names.get(Block(child), child.names) if child.named else ():
                 if name not in self._shared and lineage.known.get(name) in (child, None):
                     yield name

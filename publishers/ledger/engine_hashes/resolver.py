@@ -110,7 +110,7 @@ class BlockResolver:
         """Resolve the events that waited for these hashes, which became known, even if their blocks are no longer held.
         Yields the hashes that became known this way, with their blocks and the hashes before them."""
         lineage, parents = self._lineage, list(names)
-        for name in parents:  # it grows
+        for name in parents:  # grows during the loop
             for event in self.awaiting.take(name):
                 blocks = self.resolve(event)
                 if blocks is None:

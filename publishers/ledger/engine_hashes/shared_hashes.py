@@ -1,7 +1,7 @@
 """Engine hashes that stand for several blocks, because the engine's hashes omit the salt or the adapter.
 
-A removal then names the hash, not the block. The hash's own count stays right, and only blocks that are certainly held count as
-held. This is rare, so nothing here is on the path of other hashes.
+A removal then names the hash, not the block. The hash's own count stays correct, and only blocks that are certainly held count
+as held. This is rare, so nothing here is on the path of other hashes.
 """
 
 from collections.abc import Callable, Iterable, Sequence

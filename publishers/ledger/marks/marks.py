@@ -195,7 +195,7 @@ class Marks:
                 at_runs = at.runs
             needed = 1 if group.is_full else group.group.blocks_needed(tokens) + group.group.drops
             if group.group.drops and rule.alignment > group.stride and needed < group.longest:
-                return False  # vLLM aligns a run that begins at the first block before and after the drop: here never claimed
+                return False  # vLLM aligns a run from the first block before and after the drop: never claimed
             if (at_runs >> group.shift & _RUN) < min(needed, since * group.parts // group.stride):
                 return False
         return True

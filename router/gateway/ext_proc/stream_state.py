@@ -60,7 +60,7 @@ class OutOfOrder(InvalidValue):
 class AskDestination:
     """The request needs a destination; call `forward` next, or end the stream with a refusal.
 
-    `body=None`: it was not waited for. `too_long`: refuse the request, because an engine must not read a body unread
+    `body=None`: it was not waited for. `too_long`: refuse the request, because an engine must not get a body that was not read
     here.
     """
 

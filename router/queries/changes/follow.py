@@ -73,7 +73,7 @@ class ChangeStreams:
     async def follow(
         self, view: View, after: Position | None, *, share: int = MOST_FOLLOWERS
     ) -> AsyncGenerator[Change | None, None]:
-        """Yield changes until the stream's consumer is lost, and None about every LOOK_S while there is none. `after=None`:
+        """Yield changes until the stream's consumer is lost, and None about every LOOK_S while there are none. `after=None`:
         start with a snapshot.
 
         Raises PositionLost, TooManyFollowers, Unreachable and KvatlasError before the first change.

@@ -2,7 +2,7 @@
 
     Subscribe   a stream of queries; each is answered by one match with its id, in any order. What can't be answered (another
                 model, raw text, the store is down) gets an empty match: the gateway then chooses by load.
-    Publish     the gateway's guesses where prompts are now, and its workers. They are acknowledged and not used, because
+    Publish     the gateway's guesses about where prompts are now, and its workers. They are acknowledged and not used, because
                 publishers follow the engines' own events.
 
 A query's hashes are `kvatlas.blocks.hashing.local_hash` of each full block, and a holder is a worker's address.

@@ -73,7 +73,7 @@ class GrpcServer:
         listener: Listener,
         credentials: grpc.ServerCredentials | None,
     ) -> None:
-        """`entrance=None`: all callers are the one tenant. `listener`: the port. `credentials=None`: plain text."""
+        """`entrance=None`: all callers belong to the one tenant. `listener`: the port. `credentials=None`: plain text."""
         self._api = api
         self._entrance = entrance
         self._credentials = credentials

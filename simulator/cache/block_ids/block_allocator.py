@@ -36,7 +36,7 @@ class BlockAllocator:
         return isinstance(block_id, int) and 0 <= block_id < len(self._pool) and self._pool[block_id].references > 0
 
     def allocate(self, blocks: int) -> list[int]:
-        """Hand out this many blocks, the first freed first. Raises InsufficientBlocks if there are fewer."""
+        """Hand out this many blocks, those freed earliest first. Raises InsufficientBlocks if there are fewer."""
         if blocks < 0:
             raise InvalidValue(f"blocks is {blocks}; expected at least 0")
         if blocks > self.free_blocks:

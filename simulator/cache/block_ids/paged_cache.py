@@ -117,7 +117,7 @@ class PagedCache:
         return block_id
 
     def allocate_for_tokens(self, sequence_id: SequenceId, tokens: int) -> list[int]:
-        """Give the sequence new blocks for this many tokens; the last one holds the rest. Raises InsufficientBlocks."""
+        """Give the sequence new blocks for this many tokens; the last one may be partial. Raises InsufficientBlocks."""
         if tokens < 0:
             raise InvalidValue(f"tokens is {tokens}; expected at least 0")
         block_ids = self._take(count_blocks(tokens, self.block_size))

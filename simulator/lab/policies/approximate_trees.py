@@ -1,7 +1,7 @@
 """Gateways' policies, as their projects ship them: SGLang's router, and the scorers of the inference extension and of llm-d.
 
-All but llm-d's guess the engines' caches from the requests that they sent there. They remember the prefixes sent to an engine,
-and drop the least recently used ones first.
+All but llm-d's guess an engine's cache from the requests sent to it: they remember those prefixes, and drop the least recently
+used ones first.
 """
 
 import random
@@ -55,7 +55,7 @@ class SglangRouter(OpenRequests):
 
     If open requests differ by more than BALANCE_ABS and by a factor of more than BALANCE_REL: the engine with the fewest.
     Otherwise an engine with the longest match, if that is more than CACHE_THRESHOLD of the prompt; failing that, the engine
-    with the fewest open requests. The first engine wins among equals. Its trees hold 2^26 characters, here 4 per token.
+    with the fewest open requests. Ties go to the first engine. Its trees hold 2^26 characters, here 4 per token.
     `tests/benchmarks/test_rivals.py` compares it with the wheel.
     """
 

@@ -84,7 +84,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: its router, when it was chosen, the results, and the time of a decode step at its first token."""
+    """An open request: its router, when it was chosen, the results, and the duration of a decode step at its first token."""
 
     router: int
     chosen_us: float
@@ -306,7 +306,7 @@ def _rates_of(cost: StepCost) -> EngineRates:
 
 
 class OverlapOnly(LoadBlind):
-    """The engine that holds most of the prompt according to the index, whatever its load; ties by a hash of the prompt."""
+    """The engine that holds the most of the prompt according to the index, whatever its load; ties by a hash of the prompt."""
 
     def __init__(self, engines: Sequence[VirtualEngine], index: MemoryIndex) -> None:
         self._engines = engines

@@ -1,4 +1,5 @@
-"""Strong policies without events: they count the prompt tokens sent to an engine that have no first token yet."""
+"""Strong policies without events: they count an engine's outstanding prompt tokens, those of requests without a first token
+yet."""
 
 import random
 from collections.abc import Sequence

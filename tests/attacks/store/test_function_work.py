@@ -1,5 +1,5 @@
-"""What the store's functions do at most for one call, whatever the user who calls them brings, and whatever is stored: counted
-in commands, and in the words that these have. `benchmarks/security/hostile_calls.py` has the calls, and measures their time."""
+"""The most that the store's functions do in one call, whatever their arguments and whatever is stored, counted in commands and
+in their words. `benchmarks/security/hostile_calls.py` has the calls, and measures their time."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.security.hostile_calls import LONGEST_CHAIN, POOL, HostileCall, 
 from kvatlas.embedded.valkey import ValkeyProcess
 
 MOST_COMMANDS, MOST_WORDS = 2_000, 8_000
-"""Inside of one call."""
+"""Within one call."""
 MOST_ANSWER_BYTES = 4 << 20
 MOST_READ_BYTES = 1 << 20
 MARK = "this is the last"
@@ -64,7 +64,7 @@ def _make(client: Redis, call: HostileCall) -> int:
         return _bytes_of(client.execute_command(*call.words))  # type: ignore[no-untyped-call]
     except ResponseError as error:
         if str(error).startswith("user_function:"):
-            raise  # the script failed: the call was not refused, so it shows nothing
+            raise  # the script failed, which proves nothing: the call was not refused
         return 0
 
 

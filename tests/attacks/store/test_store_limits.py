@@ -1,4 +1,4 @@
-"""What the store's own limits for clients do against users that send much, or leave much unread."""
+"""The store's own client limits stop users that send too much, or leave too much unread."""
 
 import contextlib
 import socket
@@ -17,7 +17,7 @@ BLOCKS = "kva:{s0}:blocks:00"
 
 @pytest.fixture(scope="module", params=["valkey", "redis8", "debian"])
 def limited_store(request: pytest.FixtureRequest) -> Iterator[ValkeyProcess]:
-    """A server with limits for clients as docs/operations.md has them, but smaller."""
+    """A server with client limits as in docs/operations.md, but smaller."""
     binary = DEBIAN if request.param == "debian" else None
     if request.param == "redis8":
         binary = request.getfixturevalue("redis8_binary")

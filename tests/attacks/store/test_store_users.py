@@ -1,4 +1,4 @@
-"""Rogue routers and auditors: what the holder of such a user's password tries at the store, and what becomes of it."""
+"""Rogue routers and auditors: what the holder of such a user's password tries at the store, and the outcome."""
 
 from contextlib import suppress
 from functools import partial
@@ -136,7 +136,7 @@ BOUNDED: list[Words] = [
     index_ro(SCRUB, (BLOCKS, *["kva:{s0}:workers"] * 6), "", 0, "nan", "victim"),
     index_ro(LOOK, POOL, b"\x91" * 300_000),
 ]
-"""Functions that every user may call, with arguments that would take for ever: refused with or without users."""
+"""Functions that every user may call, with arguments that would take forever: refused with or without users."""
 
 
 HOSTILE = [
@@ -154,7 +154,7 @@ HOSTILE = [
 
 
 async def attempt(url: str, words: Words) -> str:
-    """The store's answer to one command: what it refused it for, or `done`."""
+    """The store's answer to one command: the reason for a refusal, or `done`."""
 
     def send() -> str:
         with Redis.from_url(url, socket_timeout=20) as client:
@@ -189,7 +189,7 @@ async def test_no_argument_of_a_function_stalls_the_store(servers: AttackedServe
 
 
 async def test_a_router_changes_no_block_by_any_function_with_any_keys(with_users: AttackedServers) -> None:
-    """Each function of the store, with keys of its own kind and of others, and with hostile arguments."""
+    """Each function of the store is called with keys of its own kind and of others, and with hostile arguments."""
     async with attacked_fleet(with_users) as fleet:
         with Redis.from_url(with_users.store.url) as owner, Redis.from_url(with_users.store_url("router")) as router:
             (pool_id,) = owner.smembers(POOLS)

@@ -23,8 +23,8 @@ SERVERS = 3
 
 @asynccontextmanager
 async def nats_cluster(folder: Path) -> AsyncIterator[list[EmbeddedServer]]:
-    """Connected servers with a leader for their streams. They don't tell clients of each other: clients know all
-    addresses, as with the official chart (`noAdvertise`)."""
+    """Connected servers with a leader for their streams. They don't advertise each other: clients know all addresses, as with
+    the official chart (`noAdvertise`)."""
     ports = [free_port() for _ in range(SERVERS)]
     routes = [f"nats://{LOOPBACK}:{port}" for port in ports]
     async with AsyncExitStack() as stack:
@@ -56,7 +56,7 @@ async def leader(client: Client) -> str:
 
 
 async def has_all_replicas(client: Client) -> bool:
-    """Are the stream's replicas up to date?"""
+    """True if the stream's replicas are up to date."""
     try:
         answer = json.loads((await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=1)).data)
     except NatsError:
@@ -93,8 +93,8 @@ async def nats_leader_changes(run: ScenarioRun) -> None:
 
 
 async def nats_server_lost(run: ScenarioRun) -> None:
-    """Each in turn, with all its clients: they go on at the others. Each comes back without its files, as on another machine,
-    and the next one is lost when it has the stream again."""
+    """Lose each server in turn. Its clients continue at the others. It comes back without its files, as on another machine,
+    and the next one is lost once it has the stream again."""
     for number, server in enumerate(run.fleet.nats_servers):
         await run.wait_for_answers(10)
         await server.kill()
@@ -116,7 +116,7 @@ async def server_name(server: EmbeddedServer) -> str:
 
 
 def remove_files(server: EmbeddedServer) -> None:
-    """What JetStream keeps of a stopped server."""
+    """Remove the files that JetStream keeps of a stopped server."""
     shutil.rmtree(server.process.data_dir / "jetstream")
 
 

@@ -1,4 +1,4 @@
-"""Random faults of clusters, beside those that any fleet may have."""
+"""Random faults of clusters, in addition to those that any fleet may have."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -17,11 +17,11 @@ from tests.chaos.random_faults import FAULTS, Fault, kill_nats, kill_redis
 KEY_PAUSE_S = 0.02
 
 Move = Callable[[StoreCluster, EmbeddedServer, int, EmbeddedServer], Awaitable[None]]
-"""Of a slot, from the first server to the second."""
+"""Moves a slot from the first server to the second."""
 
 
 async def kill_nats_server(fleet: Fleet, rng: random.Random) -> str:
-    """One at a time: the others go on. At times it comes back without its files."""
+    """One at a time: the others continue. Sometimes it comes back without its files."""
     running = [server for server in fleet.nats_servers if server.is_running]
     if len(running) < len(fleet.nats_servers):
         return ""
@@ -57,7 +57,7 @@ async def kill_store_server(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def change_primary(fleet: Fleet, rng: random.Random) -> str:
-    """A replica takes over, at times without asking the primary."""
+    """A replica takes over, sometimes without asking the primary."""
     cluster = cluster_of(fleet)
     replica = rng.choice(cluster.nodes)
     how = rng.choice((("CLUSTER FAILOVER",), ("CLUSTER FAILOVER", "FORCE"), ("CLUSTER FAILOVER", "TAKEOVER")))
@@ -83,7 +83,7 @@ async def move_slot_key_by_key(fleet: Fleet, rng: random.Random) -> str:
 
 
 async def _move(fleet: Fleet, rng: random.Random, how: str, move: Move) -> str:
-    """The slot of a shard, to another primary. Empty if either is not well."""
+    """Move a shard's slot to another primary. Returns empty text if either server is not well."""
     cluster, shard = cluster_of(fleet), rng.randrange(SHARDS)
     slot = slot_of_shard(shard)
     source = await cluster.primary_of(slot)

@@ -34,8 +34,8 @@ def slot_of_shard(shard: int) -> int:
 
 @dataclass(slots=True)
 class StoreCluster:
-    """`nodes`: at first three primaries, then a replica of each. Clients reach node i through `lines[i]`, which is the
-    address that it announces."""
+    """`nodes`: three primaries, followed by a replica of each. Clients reach node i through `lines[i]`, which is the address
+    that it announces."""
 
     nodes: list[EmbeddedServer]
     lines: list[TcpProxy]
@@ -44,7 +44,7 @@ class StoreCluster:
 
     @property
     def url(self) -> str:
-        """Of all nodes."""
+        """The URL with all nodes."""
         return ",".join(f"redis+cluster://{LOOPBACK}:{line.port}" for line in self.lines)
 
     async def command(self, node: EmbeddedServer, *parts: str | int | bytes) -> Any:
@@ -61,11 +61,11 @@ class StoreCluster:
         return None
 
     async def primaries(self) -> list[EmbeddedServer]:
-        """The running ones that have slots."""
+        """The running primaries that have slots."""
         return [node for node in self.nodes if node.is_running and await self._slots(node)]
 
     async def replica_of(self, primary: EmbeddedServer) -> EmbeddedServer:
-        """One that is up to date."""
+        """A replica of this primary that is up to date."""
         primary_id = await self.id_of(primary)
 
         async def found() -> EmbeddedServer | None:
@@ -85,7 +85,7 @@ class StoreCluster:
         return found.decode() if isinstance(found, bytes) else found
 
     async def fail_over(self, replica: EmbeddedServer) -> None:
-        """Make it the primary in agreement with the present one."""
+        """Make it the primary, in agreement with the current one."""
         await self.command(replica, "CLUSTER FAILOVER")
 
         async def is_primary() -> bool:
@@ -94,7 +94,7 @@ class StoreCluster:
         await until(is_primary, what="the replica is the primary")
 
     async def move_slots(self, source: EmbeddedServer, first: int, last: int, target: EmbeddedServer) -> None:
-        """In one step, as Valkey 9 does: everything is copied, then the owner changes."""
+        """Move the slots in one step, as Valkey 9 does: everything is copied, then the owner changes."""
         await self.command(source, "CLUSTER MIGRATESLOTS", "SLOTSRANGE", first, last, "NODE", await self.id_of(target))
 
         async def is_moved() -> bool:
@@ -107,7 +107,8 @@ class StoreCluster:
     async def move_slot_by_keys(
         self, source: EmbeddedServer, slot: int, target: EmbeddedServer, pause_s: float
     ) -> None:
-        """As every version does: key by key, while both refuse calls that name keys of both. `pause_s`: after every few."""
+        """Move the slot as every version does: key by key, while both servers refuse calls that name keys of both. `pause_s`:
+        the pause after every few keys."""
         await self.command(target, "CLUSTER SETSLOT", slot, "IMPORTING", await self.id_of(source))
         await self.command(source, "CLUSTER SETSLOT", slot, "MIGRATING", await self.id_of(target))
         await self._move_keys(source, slot, target, pause_s)
@@ -115,7 +116,7 @@ class StoreCluster:
             await self.command(node, "CLUSTER SETSLOT", slot, "NODE", await self.id_of(target))
 
     async def add_primary(self) -> EmbeddedServer:
-        """One more server, without slots."""
+        """Add a server without slots."""
         node = await self.stack.enter_async_context(EmbeddedServer(ClusterNode(settings=self.settings)))
         await self._put_line_before(node)
         await self.command(node, "CLUSTER MEET", LOOPBACK, self.nodes[0].port, self.nodes[0].port + BUS_OFFSET)
@@ -124,7 +125,7 @@ class StoreCluster:
         return node
 
     async def remove(self, node: EmbeddedServer) -> None:
-        """A server without slots leaves, and ends."""
+        """Remove a server without slots, and stop it."""
         index, node_id = self.nodes.index(node), await self.id_of(node)
         del self.nodes[index], self.lines[index]
         for other in self.nodes:
@@ -148,7 +149,7 @@ class StoreCluster:
             await self.command(owner, "CLUSTER SETSLOT", slot, "STABLE")
 
     async def wait_until_whole(self) -> None:
-        """Of running servers: each sees all slots served, announces its line, and each replica is up to date."""
+        """Wait until each running server sees all slots served and announces its line, and each replica is up to date."""
         for node, line in zip(self.nodes, self.lines, strict=True):
             await self.command(node, "CONFIG SET", "cluster-announce-port", line.port)
 
@@ -172,7 +173,7 @@ class StoreCluster:
     async def _move_keys(self, source: EmbeddedServer, slot: int, target: EmbeddedServer, pause_s: float) -> None:
         while keys := await self.command(source, "CLUSTER GETKEYSINSLOT", slot, KEYS_AT_ONCE):
             await self.command(source, "MIGRATE", LOOPBACK, target.port, "", 0, MIGRATE_MS, "REPLACE", "KEYS", *keys)
-            await anyio.sleep(pause_s)  # so slow that calls meet keys on both sides
+            await anyio.sleep(pause_s)  # slow enough for calls to meet keys on both sides
 
     async def _put_line_before(self, node: EmbeddedServer) -> None:
         line = await self.stack.enter_async_context(TcpProxy(node.port, f"all to Valkey {len(self.lines)}"))

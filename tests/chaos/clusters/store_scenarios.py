@@ -9,7 +9,7 @@ from tests.chaos.scenario_run import ScenarioRun
 from tests.eventually import until
 
 KEY_PAUSE_S = 0.05
-"""Between keys of a slot that moves key by key, so that calls come meanwhile."""
+"""Pause between keys of a slot that moves key by key, so that calls come in between."""
 
 
 def cluster_of(fleet: Fleet) -> StoreCluster:
@@ -29,7 +29,7 @@ async def primary_of(cluster: StoreCluster, slot: int) -> EmbeddedServer:
 
 
 async def another_primary(cluster: StoreCluster, slot: int) -> EmbeddedServer:
-    """One that has not this slot."""
+    """A primary that does not have this slot."""
     for other in (slot_of_shard(shard) for shard in range(SHARDS)):
         found = await primary_of(cluster, other)
         if found is not await primary_of(cluster, slot):
@@ -125,7 +125,7 @@ async def cluster_slot_moved_key_by_key(run: ScenarioRun) -> None:
 
 
 async def cluster_grows_and_shrinks(run: ScenarioRun) -> None:
-    """A fourth primary gets every shard's slot, one by one; then all go back, and it leaves."""
+    """A fourth primary gets every shard's slot, one by one; then it gives them back and leaves."""
     cluster = cluster_of(run.fleet)
     await run.wait_for_answers(10)
     added = await cluster.add_primary()
@@ -147,7 +147,7 @@ async def cluster_grows_and_shrinks(run: ScenarioRun) -> None:
 
 
 async def cluster_server_half_open(run: ScenarioRun) -> None:
-    """Clients reach it no more, its replica does: no failover."""
+    """Clients no longer reach it, but its replica does, so there is no failover."""
     cluster, slot = cluster_of(run.fleet), busy_slot(run.fleet)
     await run.wait_for_answers(10)
     line = cluster.lines[cluster.nodes.index(await primary_of(cluster, slot))]

@@ -1,4 +1,5 @@
-"""Requests through two routers while one engine of four fails as engines do: what is lost, and who got the traffic."""
+"""Requests through two routers while one of four engines fails in a realistic way: what is lost, and which engines got the
+traffic."""
 
 import asyncio
 import json
@@ -24,7 +25,7 @@ SLOW_S = 0.2
 
 
 async def lie(_: Request) -> Response:
-    """Usage that no engine could mean."""
+    """An answer with an impossible usage."""
     usage = {"prompt_tokens": -5, "completion_tokens": 1 << 62, "prompt_tokens_details": {"cached_tokens": "many"}}
     return JSONResponse({"choices": [{"index": 0, "text": "a"}], "usage": usage})
 
@@ -75,7 +76,7 @@ PART = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 
 
 async def hang(_: Request) -> Response:
-    """No byte: its device hangs, and its HTTP server does not notice."""
+    """Send no byte: the device hangs, and the HTTP server does not notice."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -98,20 +99,20 @@ FAULTS: dict[str, Answer] = {
 }
 STREAMED = frozenset({"dies", "says an error", "says an error late", "dies behind a comment"})
 BREAKS = frozenset({"dies", "says an error late"})
-"""Behind the first content: then another engine must go on with the answer."""
+"""Faults after the first content: another engine must then continue the answer."""
 WITHOUT_HEALTH = {"busy"}
-"""Their status pages wait behind what they compute."""
+"""Engines whose status pages wait until they have computed other work."""
 
 
 DRIBBLED = frozenset({"is well, clients dribble"})
 DRIBBLERS = 60
-"""Clients whose bodies don't end, beside the others."""
+"""Number of additional clients whose bodies never end."""
 
 
 @dataclass(slots=True)
 class Figures:
     """`lost`: requests without an answer. `broken`: streams that ended with an error event. `times_s`: of each request.
-    `tries`: how many requests the bad worker had got, at the beginning and after each request."""
+    `tries`: the number of requests that the bad worker had got, at the beginning and after each request."""
 
     lost: list[str] = field(default_factory=list)
     broken: int = 0
@@ -129,12 +130,12 @@ class Figures:
 
     @property
     def share_before(self) -> float:
-        """The bad worker's requests for each of the first third: mostly before it was ejected."""
+        """The bad worker's requests per request of the first third, most of which came before it was ejected."""
         return self._share(0, self._requests // 3)
 
     @property
     def share_after(self) -> float:
-        """The same of the last third: it is ejected, and only probed."""
+        """The same for the last third, when it is ejected and only probed."""
         return self._share(2 * self._requests // 3, self._requests)
 
     @property
@@ -148,7 +149,7 @@ class Figures:
 async def drive(
     clients: Sequence[httpx.AsyncClient], asked: "Counter[str]", bad: str, *, streamed: bool, requests: int = REQUESTS
 ) -> Figures:
-    """`requests` in all, AT_ONCE at a time, over the routers in turn."""
+    """Send `requests` requests, AT_ONCE at a time, over the routers in turn."""
     figures, numbers = Figures(), count()
     figures.tries.append(asked[bad])
 
@@ -177,7 +178,7 @@ async def drive(
 
 
 async def dribble(client: httpx.AsyncClient) -> None:
-    """A body a byte at a time, without end."""
+    """Send a body byte by byte, without end."""
     host, port = client.base_url.host, client.base_url.port
     _, writer = await asyncio.open_connection(host, port)
     try:
@@ -195,7 +196,7 @@ async def dribble(client: httpx.AsyncClient) -> None:
 async def run(
     store: Store, redis_url: str, fault: str, requests: int = REQUESTS, continue_answers: str = "off"
 ) -> Figures:
-    """With four engines, of which the first has the fault."""
+    """Run with four engines, the first of which has the fault."""
     bad, healthy = FAULTS.get(fault, well), fault not in WITHOUT_HEALTH
     asked: Counter[str] = Counter()
     async with AsyncExitStack() as stack:

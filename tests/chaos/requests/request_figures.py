@@ -1,4 +1,4 @@
-"""What is lost while engines fail and routers are replaced: `python -m tests.chaos requests` prints it."""
+"""Counts what is lost while engines fail and routers are replaced: `python -m tests.chaos requests` prints it."""
 
 import logging
 from collections.abc import Callable
@@ -15,8 +15,8 @@ STREAMS = 200
 
 
 async def print_request_figures(folder: Path, log: Callable[[str], None]) -> bool:
-    """Run everything once. Was no request lost?"""
-    logging.disable(logging.CRITICAL)  # what engines and routers say of the faults
+    """Run everything once. True if no request was lost."""
+    logging.disable(logging.CRITICAL)  # what engines and routers log about the faults
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(valkey_server())
         store = await open_store(server.url, wait=False)

@@ -31,9 +31,10 @@ ROUTERS = 3
 ENGINES = 4
 EVENTS = 4
 LOOK_S = 0.1
-"""How often the balancer asks each router if it is ready."""
+"""Interval at which the balancer asks each router whether it is ready."""
 DRAIN_S, PROCESS_DRAIN_S = 4, 5
-"""Of routers in this process, and of processes (the default): the balancer must have looked by then, on a busy machine too."""
+"""For routers in this process, and for processes (the default): the balancer must have asked by then, even on a busy
+machine."""
 GRACE_S = 60
 
 EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
@@ -61,7 +62,7 @@ class RouterLife(Protocol):
     url: str
 
     async def stop(self) -> None:
-        """Tell it to end, and wait until it has."""
+        """Ask it to end, and wait until it has."""
 
 
 StartRouter = Callable[[], Awaitable[RouterLife]]
@@ -99,7 +100,7 @@ class RouterTask:
 
 
 class RouterProcess:
-    """A process, ended by SIGTERM."""
+    """A router as a process, ended by SIGTERM."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -121,7 +122,7 @@ class RouterProcess:
 
 @dataclass(slots=True)
 class Member:
-    """A router that the balancer knows. `stopping`: it was told to end."""
+    """A router that the balancer knows. `stopping`: it was asked to end."""
 
     life: RouterLife
     stopping: bool = False
@@ -131,8 +132,8 @@ class Member:
 
 @dataclass(slots=True)
 class Rolled:
-    """`across`: streams that ran when their router was told to stop. `first_s`: time to each stream's first byte, in calm and
-    while a router was stopping."""
+    """`across`: streams that were running when their router was asked to stop. `first_s`: time to each stream's first byte, in
+    calm and while a router was stopping."""
 
     complete: int = 0
     across: int = 0
@@ -142,12 +143,12 @@ class Rolled:
 
     @property
     def added_s(self) -> float:
-        """The longest first byte while routers were replaced, less the usual one."""
+        """The longest time to the first byte while routers were replaced, minus the usual one."""
         return max(self.first_s[True]) - median(self.first_s[False])
 
 
 class Balancer:
-    """Round robin over the routers that say that they are ready, as a Service does."""
+    """Round robin over the routers that report ready, like a Service."""
 
     def __init__(self, start: StartRouter) -> None:
         self._start = start
@@ -155,11 +156,12 @@ class Balancer:
         self.routers: list[Member] = []
 
     async def add(self) -> None:
-        """A new router, taken into the rotation when it is ready."""
+        """Add a new router to the rotation once it is ready."""
         self.routers.append(Member(await self._start()))
 
     async def replace_oldest(self) -> int:
-        """Start a router, stop the oldest, and wait until it has ended; how many streams it had when it was told."""
+        """Start a router, stop the oldest one, and wait until it has ended. Returns the number of streams it had when it was
+        asked to stop."""
         await self.add()
         oldest = self.routers[0]
         running = oldest.streams
@@ -173,7 +175,7 @@ class Balancer:
         return ready[next(self._turn) % len(ready)]
 
     async def look(self) -> None:
-        """Ask all routers if they are ready, again and again; each at its own pace, because one may be slow."""
+        """Keep asking all routers whether they are ready, each at its own pace, because one may be slow."""
         asked: set[int] = set()
         async with http_client(timeout=5) as client, anyio.create_task_group() as tasks:
             while True:
@@ -188,7 +190,7 @@ class Balancer:
             try:
                 router.ready = (await client.get(f"{router.life.url}/ready")).status_code == 200
             except httpx.TimeoutException:
-                pass  # as it was: one late answer says little
+                pass  # keep the previous state: one late answer means little
             except httpx.HTTPError:
                 router.ready = False
             await asyncio.sleep(LOOK_S)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 REQUESTS = 72
 SAME = {"429", "slow"}
-"""To a router the same as `500` and `busy`."""
+"""To a router, these are the same as `500` and `busy`."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
 ) -> None:
     # the bad worker is ejected once: how often it is tried again depends on how long the requests take
     monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.EJECT_S", MOST_EJECT_S)
-    shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "busy" is no fault
+    shorten_bounds(monkeypatch, least_s=0.7, unknown_s=60)  # "busy" is not a fault
     figures = await run(store, valkey_url, fault, REQUESTS, continue_answers="all" if fault in BREAKS else "off")
     assert figures.lost == [] and figures.answered == REQUESTS
     if fault not in {
@@ -45,7 +45,7 @@ async def test_no_request_is_lost_to_one_bad_engine_of_four(
         "busy",
         "hangs",
         *DRIBBLED,
-    }:  # their answers are good ones; a hang takes its time to be found
+    }:  # their answers are good; a hang takes time to be detected
         assert figures.share_after <= 0.1
 
 
@@ -71,5 +71,5 @@ async def test_no_stream_is_lost_while_three_routers_are_replaced_one_by_one(sto
     async with anyio.create_task_group() as tasks:
         rolled = await roll(store, partial(RouterTask.start, valkey_url, tasks), streams=40, gap_s=0.15)
     assert rolled.lost == []
-    assert rolled.replaced == 3 and rolled.across >= 10  # streams that ran when their router was told to stop
+    assert rolled.replaced == 3 and rolled.across >= 10  # streams that were running when their router was asked to stop
     assert rolled.complete >= 40

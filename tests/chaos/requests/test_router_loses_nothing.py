@@ -31,7 +31,7 @@ OUTAGES = ((5.0, True), (1.0, False))
 
 @dataclass(slots=True)
 class Clients:
-    """Several clients, each with one request after the other, every second one streamed."""
+    """Several clients, each sending one request after another, every second one streamed."""
 
     url: str
     answered: int = 0
@@ -41,7 +41,7 @@ class Clients:
     """Streams that ended with an error event."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send requests until cancelled."""
         async with (
             http_client(base_url=self.url, timeout=20) as client,
             anyio.create_task_group() as tasks,
@@ -144,7 +144,7 @@ async def test_no_request_is_lost(tmp_path: Path) -> None:
 
 
 async def _store_away(fleet: Fleet, clients: Clients, away_s: float, with_data: bool) -> None:
-    """Requests are answered without the store, and by the index soon after it is back."""
+    """Requests are answered without the store, and with the index soon after the store is back."""
     before, began = clients.answered, monotonic()
     await fleet.valkey.kill()
     await until(lambda: monotonic() - began >= away_s, deadline_s=2 * away_s, what="the store was away")

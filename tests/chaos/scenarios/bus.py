@@ -43,7 +43,7 @@ async def nats_restarted_without_its_data(run: ScenarioRun) -> None:
 
 
 async def moved_to_another_nats(run: ScenarioRun) -> None:
-    """To an empty one that knows nothing of the first, whose name it gets. The index answers meanwhile."""
+    """The fleet moves to an empty server with the same name, which knows nothing of the first. The index keeps answering."""
     fleet = run.fleet
     await run.wait_for_answers(10)
     server = await fleet.stack.enter_async_context(single_nats(fleet.folder / "other-nats"))
@@ -66,7 +66,7 @@ async def moved_to_another_nats(run: ScenarioRun) -> None:
 
 
 async def nats_disk_full(run: ScenarioRun) -> None:
-    """It can write no file any further. When there is room again, it is restarted, as its operators would."""
+    """NATS can't write to any file. Once there is space again, it is restarted, as operators would do."""
     server = run.fleet.nats_server
     await run.wait_for_answers(10)
     _, most = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
@@ -151,7 +151,7 @@ async def stream_emptied_by_its_limits(run: ScenarioRun) -> None:
 
 
 async def indexer_too_slow_for_nats(run: ScenarioRun) -> None:
-    """It stands still while more arrives for it than the server buffers: the server drops its connection."""
+    """An indexer stands still while more arrives for it than the server buffers, so the server drops its connection."""
     fleet, indexer = run.fleet, run.fleet.indexers[0]
     await run.wait_for_answers(5)
     dropped = _slow_consumers(fleet)
@@ -171,7 +171,7 @@ async def indexer_too_slow_for_nats(run: ScenarioRun) -> None:
 
 
 def _slow_consumers(fleet: Fleet) -> int:
-    """How many slow consumers the server has dropped, by its log."""
+    """Number of slow consumers that the server has dropped, according to its log."""
     return (fleet.nats_server.process.data_dir / LOG_FILE).read_text(errors="replace").count("Slow Consumer")
 
 
@@ -198,14 +198,14 @@ async def consumers_deleted(run: ScenarioRun) -> None:
     consumers = await jetstream.consumers_info(STREAM)
     assert consumers
     for consumer in consumers:
-        with suppress(NotFoundError):  # its indexer, or its inactivity, has ended it meanwhile
+        with suppress(NotFoundError):  # meanwhile ended by its indexer or by its inactivity
             await jetstream.delete_consumer(STREAM, consumer.name)
         run.record_fault("consumer deleted")
     await run.wait_for_answers(10)
 
 
 async def messages_delivered_twice_and_out_of_order(run: ScenarioRun) -> None:
-    """Old messages come again, shuffled, as from a zombie."""
+    """Old messages arrive again, shuffled, as if from a zombie."""
     fleet = run.fleet
     await run.wait_for_answers(20)
     run.record_fault(await deliver_again(fleet.nats_client, 60, random.Random(1)))
@@ -225,7 +225,7 @@ async def deliver_again(nats_client: Client, limit: int, rng: random.Random) -> 
 
 
 async def poison_in_the_stream(run: ScenarioRun) -> None:
-    """It is kept in the dead-letter stream and blocks nothing."""
+    """Poison is kept in the dead-letter stream and blocks nothing."""
     fleet = run.fleet
     jetstream = fleet.nats_client.jetstream()
     await run.wait_for_answers(5)

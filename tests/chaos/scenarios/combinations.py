@@ -1,4 +1,4 @@
-"""Two faults, the second while the first one's effects are under way."""
+"""Two faults, the second one while the first one still has effects."""
 
 import shutil
 
@@ -29,7 +29,7 @@ NEARLY_OVER_MS = 400
 
 
 async def wait_for_snapshot(fleet: Fleet) -> None:
-    """Wait until a snapshot is being loaded, at most LOADING_S: small ones are over within a call."""
+    """Wait up to LOADING_S until a snapshot is being loaded; small ones are loaded within one call."""
     with anyio.move_on_after(LOADING_S):
         while True:
             try:
@@ -79,7 +79,7 @@ async def redis_out_of_memory_in_a_snapshot(run: ScenarioRun) -> None:
 
 
 async def redis_out_of_memory_and_its_functions_flushed(run: ScenarioRun) -> None:
-    """Until there is room nothing can be called, and no function loaded."""
+    """Until there is memory, nothing can be called and no function loaded."""
     fleet = run.fleet
     await run.wait_for_answers(5)
     await limit_memory(fleet.store, LITTLE_BYTES)
@@ -125,7 +125,7 @@ async def redis_flushed_in_a_takeover(run: ScenarioRun) -> None:
 
 
 async def worker_restarted_while_its_indexer_is_paused(run: ScenarioRun) -> None:
-    """The zombie resumes with calls of the engine's former life."""
+    """The zombie resumes with calls from before the engine's restart."""
     indexer, worker = run.fleet.indexers[0], run.fleet.workers[-1]
     await run.wait_for_answers(5)
     indexer.child.pause()
@@ -164,7 +164,7 @@ async def every_indexer_cut_from_nats_for_longer_than_its_patience(run: Scenario
 
 
 async def everything_wiped(run: ScenarioRun) -> None:
-    """Both servers lose all that they had, and every indexer is replaced: only publishers know what engines hold."""
+    """Both servers lose all their data, and every indexer is replaced: only the publishers know what the engines hold."""
     fleet = run.fleet
     await run.wait_for_answers(10)
     for server, data in ((fleet.nats_server, "jetstream"), (fleet.valkey, "appendonlydir")):

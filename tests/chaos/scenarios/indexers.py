@@ -114,7 +114,7 @@ async def indexer_half_open_to_nats(run: ScenarioRun) -> None:
 
 
 async def every_indexer_cut_from_both(run: ScenarioRun) -> None:
-    """No replica hears any worker for a while: no worker is retired for that."""
+    """No replica hears any worker for a while; no worker is retired because of that."""
     await run.wait_for_answers(5)
     for indexer in run.fleet.indexers:
         indexer.redis.cut()
@@ -128,7 +128,7 @@ async def every_indexer_cut_from_both(run: ScenarioRun) -> None:
 
 
 async def assert_none_retired_for(run: ScenarioRun, seconds: float) -> None:
-    """Each worker's blocks stay in the index for this time."""
+    """Check that each worker's blocks stay in the index for this time."""
     with anyio.move_on_after(seconds):
         async with anyio.create_task_group() as tasks:
             for worker in run.fleet.workers:
@@ -136,7 +136,7 @@ async def assert_none_retired_for(run: ScenarioRun, seconds: float) -> None:
 
 
 async def every_indexer_deaf_for_longer_than_its_patience(run: ScenarioRun) -> None:
-    """No heartbeat gets through, Redis can be written: the observer is cut off, so no worker is retired."""
+    """No heartbeat gets through, but Redis accepts writes: it is the observer that is cut off, so no worker is retired."""
     await run.wait_for_answers(5)
     for indexer in run.fleet.indexers:
         indexer.nats.stall()
@@ -149,7 +149,7 @@ async def every_indexer_deaf_for_longer_than_its_patience(run: ScenarioRun) -> N
 
 
 async def every_indexer_paused_for_longer_than_its_patience(run: ScenarioRun) -> None:
-    """Resumed, none takes its own pause for the workers' silence."""
+    """When resumed, none mistakes its own pause for silence of the workers."""
     await run.wait_for_answers(5)
     for indexer in run.fleet.indexers:
         indexer.child.pause()
@@ -203,7 +203,7 @@ async def scaled_to_four_and_back(run: ScenarioRun) -> None:
 
 
 async def layout_switched_and_back(run: ScenarioRun) -> None:
-    """Another one, with other partitions and shards, is filled and answers; then the first answers again."""
+    """A second layout, with other partitions and shards, is filled and answers; then the first one answers again."""
     fleet = run.fleet
     servers = ("--nats-url", ",".join(server.url for server in fleet.nats_servers), "--redis-url", fleet.store_url)
     await run.wait_for_answers(10)

@@ -43,7 +43,7 @@ async def feed_cut_while_replay_is_silent(run: ScenarioRun) -> None:
 
 
 async def feed_gap_longer_than_the_replay_buffer(run: ScenarioRun) -> None:
-    """Replay answers, but no longer reaches back: the blocks from before are dropped."""
+    """Replay answers, but no longer reaches back far enough: earlier blocks are dropped."""
     worker = run.fleet.workers[0]
     run.under_reporting.add(worker.worker_id)
     usual = worker.engine.arguments
@@ -116,7 +116,7 @@ async def _incarnation(run: ScenarioRun, worker: Worker) -> int:
 
 
 async def engine_killed_and_idle_afterwards(run: ScenarioRun) -> None:
-    """No event comes from the new life: the old one's blocks are dropped all the same."""
+    """The new process sends no event; the old one's blocks are dropped all the same."""
     worker = run.fleet.workers[0]
     await run.wait_for_answers(20)
     await run.fleet.load.pause()
@@ -133,7 +133,8 @@ async def engine_killed_and_idle_afterwards(run: ScenarioRun) -> None:
 
 
 async def engine_that_announces_hits_again(run: ScenarioRun) -> None:
-    """Without a marker, so that counted copies would never reach 0: with set semantics a block goes with its first copy."""
+    """It announces them without a marker, so counted copies would never reach 0; with set semantics, a block is gone with its
+    first removal."""
     worker = run.fleet.workers[0]
     run.under_reporting.add(worker.worker_id)
     usual_engine, usual_sidecar = worker.engine.arguments, worker.sidecar.arguments
@@ -156,7 +157,7 @@ async def engine_that_announces_hits_again(run: ScenarioRun) -> None:
 
 
 async def engine_restarted_while_the_sidecar_was_down(run: ScenarioRun) -> None:
-    """The new life is already ahead of the seq that the sidecar has saved."""
+    """The new process is already ahead of the seq that the sidecar has saved."""
     worker = run.fleet.workers[0]
     await run.wait_for_answers(5)
     await worker.sidecar.stop()

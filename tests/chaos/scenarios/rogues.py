@@ -1,4 +1,4 @@
-"""A hostile publisher with credentials of its own."""
+"""A hostile publisher with its own credentials."""
 
 import random
 
@@ -14,7 +14,7 @@ LEAST_ROUNDS = 20
 
 async def rogue_publisher_attacks(run: ScenarioRun) -> None:
     """It speaks for others, floods and sends extreme values; meanwhile the whole index is lost, and every engine's publisher
-    needs a grant or a snapshot. The fleet becomes exact while the attack goes on."""
+    needs a grant or a snapshot. The index becomes exact while the attack continues."""
     fleet = run.fleet
     await run.wait_for_answers(10)
     async with rogue_publisher(fleet, random.Random(run.name)) as rogue, anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""A shared store whose writers die: it lives on, and the index has exactly what was written."""
+"""A shared store outlives its writers, and the index has exactly what was written."""
 
 import random
 from contextlib import AsyncExitStack
@@ -21,14 +21,14 @@ from tests.publishers.fake_engine import FakeEngine
 STORE = "chaos-store"
 CHAIN_BLOCKS = 8
 CACHED_CHAINS = 10
-"""Chains in a writer's own cache. All that it wrote stays in the store."""
+"""Chains in a writer's own cache. Everything that it wrote stays in the store."""
 
 
 class Writer:
     """An engine that computes prompts of CHAIN_BLOCKS, and writes each block that the store does not have yet into it."""
 
     def __init__(self, fleet: Fleet, name: str, engine: FakeEngine, salt: int) -> None:
-        """`salt`: of its block hashes, which no other engine has."""
+        """`salt`: makes its block hashes differ from those of all other engines."""
         self.name = name
         self._engine = engine
         self._salt = salt
@@ -41,7 +41,7 @@ class Writer:
         self.sidecar = ChildProcess(f"{name}-sidecar", arguments, "is published", fleet.folder)
 
     async def compute(self, prompt: list[int], in_store: int) -> None:
-        """`in_store`: how many of its first blocks were read from the store."""
+        """`in_store`: number of its first blocks that were read from the store."""
         names = [self._salt + self._made + at for at in range(CHAIN_BLOCKS)]
         self._made += CHAIN_BLOCKS
         keys = [hash_text(key) for key in unpack_hashes(extend_chain(prompt, BLOCK))]
@@ -59,7 +59,7 @@ class Writer:
         await self._engine.send(bytes(msgpack.packb([0.0, events, None])))
 
     def kill(self) -> None:
-        """Its engine is gone too: it sends nothing more."""
+        """Kill the writer. Its engine is gone too, and sends nothing more."""
         self.sidecar.kill()
         del self._told[self.name]
 
@@ -70,8 +70,8 @@ def _common(fleet: Fleet) -> list[str]:
 
 
 async def shared_store_outlives_its_writer(run: ScenarioRun) -> None:
-    """The first writer dies and is retired, while a second one goes on behind its blocks, an indexer is killed and the
-    store's own publisher restarts."""
+    """The first writer dies and is retired, while a second one continues its chains, an indexer is killed and the store's own
+    publisher restarts."""
     fleet, rng = run.fleet, random.Random(7)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(CHAIN_BLOCKS * BLOCK)] for _ in range(60)]
     forks = [[*one[: 5 * BLOCK], *(rng.randrange(VOCABULARY) for _ in range(3 * BLOCK))] for one in prompts[:30]]
@@ -94,7 +94,7 @@ async def shared_store_outlives_its_writer(run: ScenarioRun) -> None:
 
         for prompt in prompts[:30]:
             await first.compute(prompt, in_store=0)
-        await run.wait_until_exact()  # before that, a writer takes what it has not told with it
+        await run.wait_until_exact()  # until then, what a writer has not reported is lost with it
         first.kill()
         run.record_fault("writer of a shared store SIGKILL")
 
@@ -134,7 +134,7 @@ async def _wait_until_retired(fleet: Fleet, worker_id: str) -> None:
 
 
 async def _retire(fleet: Fleet, worker_ids: list[str]) -> None:
-    """Of publishers that have ended: as indexers do it after a while."""
+    """Retire workers whose publishers have ended, as indexers do after a while."""
     index = await open_redis_index(fleet.store, writer=True)
     for worker_id in worker_ids:
         record = await index.record(worker_id)

@@ -54,7 +54,7 @@ async def redis_restarted_without_its_data(run: ScenarioRun) -> None:
 
 
 async def redis_fails_over_to_older_data(run: ScenarioRun) -> None:
-    """As with a replica that misses the last writes."""
+    """As if to a replica that misses the last writes."""
     fleet = run.fleet
     await run.wait_for_answers(10)
     older = fleet.folder / "older-aof"
@@ -163,7 +163,8 @@ async def damage_by_hand(store: Store) -> list[str]:
 
 
 async def blocks_damaged_by_hand(run: ScenarioRun) -> None:
-    """No message did it, so none finds it: the scrub does, and no worker vanishes from the index meanwhile."""
+    """The damage comes from no message, so no message reveals it; the scrub finds it, and no worker vanishes from the index
+    meanwhile."""
     fleet = run.fleet
     await run.wait_for_answers(20)
     damaged = await damage_by_hand(fleet.store)
@@ -181,7 +182,7 @@ async def blocks_damaged_by_hand(run: ScenarioRun) -> None:
     async def is_repaired() -> bool:
         return await incarnations() != before
 
-    # under load: without a pause that would help to find it
+    # under load, without a pause that would help to find it
     await until(is_repaired, what="a damaged worker has a new incarnation")
     await fleet.load.pause()
     await run.wait_until_exact_and_never_empty()

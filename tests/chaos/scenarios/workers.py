@@ -42,7 +42,7 @@ async def engine_down_behind_a_living_sidecar(run: ScenarioRun) -> None:
 
 
 async def engine_asleep_behind_a_living_sidecar(run: ScenarioRun) -> None:
-    """It drops its cache; awake again it is routable at once."""
+    """It drops its cache; once awake, it is routable at once."""
     fleet, worker = run.fleet, run.fleet.workers[0]
     await run.wait_for_answers(5)
     async with http_client(base_url=worker.url, timeout=5) as client:

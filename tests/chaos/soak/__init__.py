@@ -1,1 +1,1 @@
-"""An hour of a fleet with churn: is its memory flat, and is every line in its logs explained?"""
+"""An hour of a fleet with churn: its memory must stay flat, and every line in its logs must be explained."""

@@ -7,12 +7,12 @@ from statistics import mean
 
 MOST_GROWTH = 1.1
 MOST_GROWTH_MIB = 4.0
-"""Besides: what an allocator takes."""
+"""Growth allowed in addition, for the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of one series, in MiB: the means of its second and of its last quarter."""
+    """The growth of one series, in MiB: the means of its second and of its last quarter."""
 
     name: str
     second: float
@@ -34,13 +34,13 @@ class MemorySamples:
     mib: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, at_s: float, sizes_bytes: dict[str, int]) -> None:
-        """The same series each time."""
+        """Add a sample; the series are the same each time."""
         self.seconds.append(at_s)
         for name, size in sizes_bytes.items():
             self.mib.setdefault(name, []).append(size / 2**20)
 
     def growths(self) -> list[Growth]:
-        """The first quarter is the start: caches fill."""
+        """The growth of each series. The first quarter does not count, because caches fill."""
         quarter = max(1, len(self.seconds) // 4)
         return [Growth(name, mean(of[quarter : 2 * quarter]), mean(of[-quarter:])) for name, of in self.mib.items()]
 

@@ -3,7 +3,7 @@
     python -m tests.chaos.soak.ranks FIRST_PORT RANKS BLOCKS STEPS_A_SECOND LIFE_S
 
 Rank r publishes on port FIRST_PORT + r and replays on FIRST_PORT + RANKS + r. Prompts begin with one of a few heads and evict
-the oldest. Now and then a rank ends and another life of it begins, with an empty cache; one lasts LIFE_S on average.
+the oldest. Now and then a rank ends and a new life of it begins, with an empty cache; a life lasts LIFE_S on average.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ BUFFER_STEPS = 1_000
 
 
 class Rank:
-    """One rank's present life."""
+    """One rank's current life."""
 
     def __init__(self, number: int, first_port: int, ranks: int, blocks: int, rng: random.Random) -> None:
         self._settings = FeedSettings(
@@ -40,7 +40,7 @@ class Rank:
         self._cache: KVCache | None = None
 
     async def begin(self) -> None:
-        """A new life: an empty cache, other hashes, numbers from 0."""
+        """Begin a new life: an empty cache, other hashes, numbers from 0."""
         hasher = SeededBlockHasher(self._rng.randrange(1 << 31))
         self._cache = KVCache(num_blocks=self._blocks, block_size=BLOCK, hasher=hasher)
         self._feed = await self._life.enter_async_context(open_feed(self._encoding, self._settings))
@@ -54,7 +54,7 @@ class Rank:
         self._life = AsyncExitStack()
 
     async def step(self, heads: list[list[int]]) -> None:
-        """One request, answered at once."""
+        """Serve one request at once."""
         assert self._cache is not None and self._feed is not None
         head = self._rng.choice(heads)[: BLOCK * self._rng.randint(1, HEAD_BLOCKS)]
         tail = [self._rng.randrange(50_000) for _ in range(BLOCK * self._rng.randint(1, TAIL_BLOCKS))]

@@ -1,7 +1,7 @@
 """`python -m tests.chaos soak SECONDS`: 64 simulated ranks behind one sidecar, two indexers, a router with a replica.
 
-Ranks evict all the time, and some of them end and begin again. Memory of every process and of both stores is sampled; in the
-end the index must be exact (`kvatlas audit`), memory flat, and no line of a log unexplained.
+Ranks evict all the time, and some of them end and begin again. Memory of every process and of both stores is sampled; at the
+end the index must be exact (`kvatlas audit`), memory flat, and every log line explained.
 """
 
 import itertools
@@ -32,7 +32,7 @@ STEPS_A_SECOND = 30.0
 LIFE_S = 600.0
 INDEXERS = 2
 STREAM_BYTES = 4 << 20
-"""Small, so that it is full, and no larger, after a quarter of an hour: as it grows, NATS takes more memory."""
+"""Small, so that it is full after a quarter of an hour: while it grows, NATS takes more memory."""
 ROUTER_DEADLINE_MS = 500
 """Above what other programs on the machine keep the store waiting: at the usual 10 ms they cause log lines."""
 SAMPLE_S = 2.0
@@ -42,11 +42,11 @@ MODEL = "soak-model"
 SETTLE_S = 30.0
 
 EXPLAINED = re.compile("|".join([r"is ready", r"is published", r"router at", r"a new incarnation"]))
-"""What starting processes and ranks with new lives account for. Processes log warnings and errors only."""
+"""Lines that are due to starting processes and new lives of ranks. Processes log only warnings and errors."""
 
 
 async def run_soak(seconds: float, folder: Path, log: Callable[[str], None]) -> bool:
-    """Prints the report; the samples and a plot are in `folder`. Is all as it must be?"""
+    """Run the soak, and print the report; the samples and a plot are in `folder`. True if all is well."""
     samples = MemorySamples()
     children: list[ChildProcess] = []
     async with AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ def unexplained(text: str) -> list[str]:
 
 
 async def _becomes_exact(servers: list[str], log: Callable[[str], None]) -> bool:
-    """Does `kvatlas audit` find nothing, once the load is over?"""
+    """True if `kvatlas audit` finds nothing once the load is over."""
     deadline = monotonic() + SETTLE_S
     while True:
         try:

@@ -1,4 +1,5 @@
-"""A model's folder without weights: a configuration, a tokenizer trained here, a chat template with all that engines render.
+"""A model's folder without weights: a configuration, a tokenizer trained here, a chat template with everything that engines
+render.
 
 It runs in the engines' own environments and needs nothing of this project.
 """
@@ -48,7 +49,7 @@ Tools:
 
 
 def write(folder: Path) -> Path:
-    """The folder, with a Qwen3 of one layer that no test ever computes."""
+    """Write the folder, with a one-layer Qwen3 that no test ever computes."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""What a stub answers: a fixed text, or what the prompt's last `[[say TEXT]]` asks for; if the prompt ends with a part of it,
+"""A stub's answer: a fixed text, or what the prompt's last `[[say TEXT]]` asks for; if the prompt ends with a part of that,
 the rest. `[[slow N]]` waits N seconds before each token; `[[fail]]` makes the engine fail.
 
 It runs in the engines' own environments and needs nothing of this project.
@@ -39,8 +39,8 @@ class Scripts:
         return Script(tuple(answer), float(slow[-1]) if slow else 0.0, bool(_FAIL.search(text)))
 
     def _rest(self, answer: str, prompt: list[int], text: str) -> list[int]:
-        """The answer's tokens without what the prompt, which has this text, ends with: tokens, or a text that may end within
-        one."""
+        """The rest of the answer's tokens. The prompt, which has this text, may end with a part of the answer: tokens, or text
+        that may end within one."""
         ids = self._encode(answer)
         if begun := next((at for at in range(len(ids), 0, -1) if prompt[-at:] == ids[:at]), 0):
             return ids[begun:]

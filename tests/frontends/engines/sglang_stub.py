@@ -1,5 +1,5 @@
-"""All of SGLang but the model: HTTP server, tokenizer manager, scheduler, radix cache, sampler and event publisher are its own.
-The model's pass is left out, and its logits name the script's next token.
+"""All of SGLang except the model: HTTP server, tokenizer manager, scheduler, radix cache, sampler and event publisher are
+SGLang's. The model's pass is left out, and its logits name the script's next token.
 
     PYTHONPATH=tests/frontends/engines/absent:. python -m tests.frontends.engines.sglang_stub --model-path MODEL ...
 """
@@ -24,7 +24,7 @@ _computed_generation = TpModelWorker.forward_batch_generation
 
 
 class _Answers:
-    """The logits of each batch: the script's next token first, then what ends a structure soonest."""
+    """The logits of each batch: the script's next token comes first, then whatever ends a structure soonest."""
 
     def __init__(self, model: str) -> None:
         self._scripts = Scripts(model)

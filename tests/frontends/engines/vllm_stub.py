@@ -1,5 +1,5 @@
-"""All of vLLM but the model: an executor that computes nothing. API server, scheduler, KV cache manager and event publisher
-are its own.
+"""All of vLLM except the model: an executor that computes nothing. API server, scheduler, KV cache manager and event publisher
+are vLLM's.
 
 VLLM_TARGET_DEVICE=cpu vllm serve MODEL --distributed-executor-backend tests.frontends.engines.vllm_stub.StubExecutor
 """
@@ -33,7 +33,7 @@ class _Request:
 
 
 class StubExecutor(Executor):  # type: ignore[misc]
-    """Every request gets its script's tokens, one a step, once its prompt is computed."""
+    """Gives every request its script's tokens, one per step, once its prompt is computed."""
 
     def _init_executor(self) -> None:
         self._scripts = Scripts(self.model_config.model)
@@ -110,7 +110,7 @@ class StubExecutor(Executor):  # type: ignore[misc]
         return [token if mask is None else self._allowed(mask, token)]
 
     def _allowed(self, mask: np.ndarray, wanted: int) -> int:
-        """`wanted`, or else what ends a structure soonest."""
+        """`wanted` if it is allowed, otherwise whatever ends a structure soonest."""
         for token in (wanted, *self._order):
             if mask[token // 32] >> (token % 32) & 1:
                 return token
@@ -176,5 +176,5 @@ def _masks(grammar: GrammarOutput | None) -> dict[str, np.ndarray]:
 
 
 def _others(token: int, count: int) -> list[int]:
-    """`count` ids beside `token`."""
+    """`count` ids other than `token`."""
     return [(token + place) % 400 for place in range(1, count + 1)]

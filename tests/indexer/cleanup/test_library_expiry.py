@@ -1,4 +1,4 @@
-"""What is left of function libraries that no process uses."""
+"""Function libraries that no process uses are deleted."""
 
 from pathlib import Path
 

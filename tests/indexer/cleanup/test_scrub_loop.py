@@ -1,4 +1,4 @@
-"""Damage done to the store by hand, under a whole replica: found, counted and repaired while the worker answers."""
+"""Damage done to the store by hand, under a whole replica, is found, counted and repaired while the worker answers."""
 
 import msgpack
 import pytest

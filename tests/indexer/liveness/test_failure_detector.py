@@ -39,7 +39,7 @@ class Fleet:
         return urgent
 
     def run(self, seconds: float, *alive: str) -> list[Retirement]:
-        """Time passes, second by second, with heartbeats of `alive` only."""
+        """Let time pass, second by second, with heartbeats from `alive` only."""
         named: dict[str, Retirement] = {}
         end_s = self.now_s + seconds
         while self.now_s < end_s:
@@ -167,7 +167,7 @@ def test_forgotten_workers_are_not_judged(fleet: Fleet) -> None:
 
 
 def test_a_worker_with_blocks_in_the_index_but_no_heartbeat_is_retired(fleet: Fleet) -> None:
-    """A late message came after it was retired, or its fleet record was lost."""
+    """A late message arrived after it was retired, or its fleet record was lost."""
     fleet.hear("a", "b")
     fleet.detector.watch({"a", "ghost"}, fleet.now_s)
     assert fleet.run(RETIRE_AFTER_S, "a", "b") == []

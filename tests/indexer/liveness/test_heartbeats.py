@@ -63,7 +63,7 @@ class ClockedHeartbeats:
         )
 
     async def later(self, seconds: float) -> None:
-        """Time passes, with a round each second."""
+        """Let time pass, with a round each second."""
         while seconds > 0:
             self.clock.now_s += min(1.0, seconds)
             seconds -= 1.0
@@ -78,7 +78,7 @@ class ClockedHeartbeats:
 
 
 class Forgotten:
-    """Which of the workers w0 and w1 were forgotten."""
+    """Records which of the workers w0 and w1 were forgotten."""
 
     def __init__(self) -> None:
         self.workers: list[str] = []
@@ -159,7 +159,7 @@ async def test_a_heartbeat_with_impossible_values_is_refused_by_name(
 async def test_a_fleet_record_that_can_not_be_written_is_its_workers_alone(
     replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    """No border lets such a record in; should one do so, the replica and the other workers go on."""
+    """No border lets such a record in; if one did, the replica and the other workers would continue."""
     good, bad = heartbeat(BusPublisher(nats_client, "w0")), heartbeat(BusPublisher(nats_client, "w1"))
     load = WorkerState.model_construct(id="w1", queued_prefill_tokens=1 << 70, forward_pass=ForwardPassMetrics())
     for beat in (good, bad.model_copy(update={"load": load})):
@@ -237,7 +237,7 @@ async def test_a_heartbeat_on_another_workers_subject_is_refused(
 async def test_a_closed_worker_that_still_answers_is_retired_too(
     replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore, forgotten: Forgotten
 ) -> None:
-    """Its last snapshot was wrong, so the blocks of the incarnation before still answer."""
+    """Its last snapshot was wrong, so the previous incarnation's blocks still answer."""
     worker = BusPublisher(nats_client, "w0", incarnation=5)
     await apply_messages(replica.index, worker.begin(5), worker.store(SCOPE, b"12345678"))
     wrong = worker.begin(6)
@@ -307,7 +307,7 @@ async def test_a_fleet_record_that_a_paused_replica_wrote_of_a_lost_worker_is_co
 async def test_a_fleet_record_of_a_retired_worker_that_comes_back_is_deleted_again(
     replica: ClockedHeartbeats, nats_client: Client, fleet: FleetStore
 ) -> None:
-    """A failover of the store, or a paused replica, brings it back: no heartbeat comes, and no replica judges it."""
+    """A failover of the store, or a paused replica, brings it back, but no heartbeat comes, and no replica judges it."""
     worker = BusPublisher(nats_client, "w0")
     await replica.hear(nats_client, worker)
     await replica.heartbeats.tick()

@@ -140,7 +140,7 @@ def test_a_silent_incarnation_is_forgotten(clocked: ClockedJudge) -> None:
 
 
 def test_a_publisher_below_the_record_is_doubted_when_the_records_own_is_silent(clocked: ClockedJudge) -> None:
-    """It lost its state and its clock was set back: the record's incarnation was heard until just now."""
+    """It lost its state and its clock was set back; the record's incarnation was heard until just now."""
     clocked.hear(5, 10)
     for _ in range(5):
         clocked.now_s += 1

@@ -1,4 +1,4 @@
-"""The round trip of a message through NATS."""
+"""A message's round trip through NATS."""
 
 from collections.abc import AsyncIterator
 

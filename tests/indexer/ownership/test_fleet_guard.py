@@ -1,4 +1,4 @@
-"""Two fleets on one NATS: the second one's indexers and publishers are refused, and both sides say why."""
+"""Two fleets on one NATS: the second fleet's indexers and publishers are refused, and both sides log why."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -56,7 +56,7 @@ async def test_an_empty_store_is_refused_while_the_fleet_keeps_another_unless_it
                 await FleetGuard(client, empty, "b", "NATS").join()
             except OtherFleet as error:
                 return f"NATS belongs to fleet {fleet}: its indexer a uses the store" in str(error)
-            await empty.client.flushall()  # the first did not listen yet
+            await empty.client.flushall()  # the first one was not listening yet
             return False
 
         await until(is_refused, what="the second is refused")
@@ -99,7 +99,7 @@ async def test_a_publisher_of_another_fleet_is_refused_and_learns_nothing_of_the
     async with two_stores_on_one_nats() as (client, store, _), anyio.create_task_group() as tasks:
         await FleetCheck(
             client, "00000000000b", "w0", "NATS"
-        ).ask()  # no indexer is there: nothing would take its workers
+        ).ask()  # there is no indexer, so nothing would take its workers
         guard = FleetGuard(client, store, "a", "NATS", "00000000000a")
         await guard.join()
         tasks.start_soon(guard.run)

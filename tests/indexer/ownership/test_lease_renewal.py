@@ -1,4 +1,4 @@
-"""Members and leases in a store that loses everything, or whose clock goes back (another server's, or a stepped one)."""
+"""Members and leases in a store that loses everything, or whose clock goes back (it is another server's, or was set)."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""The running readers of one replica, and the state that goes with them."""
+"""The running readers of one replica, and the state that belongs to them."""
 
 from collections.abc import Callable
 

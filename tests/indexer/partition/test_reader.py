@@ -45,7 +45,7 @@ class RunningReaders:
         return all(reader.at_end for reader in self.readers)
 
     async def applies_all_of(self, *publishers: BusPublisher) -> None:
-        """Wait until all that they have published is applied, then compare."""
+        """Wait until everything that they have published is applied, then compare."""
         await until(lambda: has_applied_all(self.index, *publishers), what="every message is applied")
         assert await indexed(self.index, *publishers) == published(*publishers)
 
@@ -272,7 +272,7 @@ async def test_the_position_moves_past_a_poison_message(nats_client: Client) -> 
 
 
 class FailingIndex(MemoryIndex):
-    """A memory index whose store is away in one of three calls, and whose answer is lost in another."""
+    """A memory index whose store fails in one of three calls, and loses its answer in another."""
 
     def __init__(self) -> None:
         super().__init__(partitions=PARTITIONS)

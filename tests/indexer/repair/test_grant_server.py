@@ -1,4 +1,4 @@
-"""Requests for grants over a real NATS: each is for the worker on whose subject it comes."""
+"""Requests for grants over a real NATS: each counts for the worker on whose subject it arrives."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,7 +40,7 @@ async def is_granted(nats_client: Client) -> bool:
 
 @asynccontextmanager
 async def grant_server(nats_client: Client, grants: GrantBudget) -> AsyncIterator[IndexerCounters]:
-    """The counters of one that owns every partition, and has granted nothing that is open."""
+    """The counters of a server that owns every partition and has no open grants."""
     counters = IndexerCounters()
     async with owned_partitions(*range(PARTITIONS)) as owned, anyio.create_task_group() as group:
         group.start_soon(GrantServer(nats_client, owned, grants, counters, [PARTITIONS]).run)

@@ -46,7 +46,7 @@ def test_with_lookahead_a_hash_covers_the_tokens_behind_its_block_and_no_others(
 
 
 def chain_by_definition(tokens: Sequence[int], size: int, extra: Sequence[Sequence[object] | None] = ()) -> list[int]:
-    """The chain as it is defined, one block at a time."""
+    """The chain by its definition, one block at a time."""
     chain: list[int] = []
     for index in range(len(tokens) // size):
         data = b"".join(token.to_bytes(4, "little") for token in tokens[index * size : (index + 1) * size])

@@ -1,4 +1,4 @@
-"""Which positions an engine's KV cache groups allow."""
+"""The positions that an engine's KV cache groups allow."""
 
 import pytest
 

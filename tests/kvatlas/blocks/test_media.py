@@ -1,4 +1,4 @@
-"""Which images touch which block."""
+"""The images that touch each block."""
 
 import pytest
 from hypothesis import given

@@ -22,7 +22,7 @@ class Holder:
     name: str
     held: list[int]
     active: bool
-    later_only: bool  # publishes another granularity: not the first block, and not every block
+    later_only: bool  # publishes with another granularity: not the first block, and not every block
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""How much of a resident prefix an engine reuses."""
+"""The part of a resident prefix that an engine reuses."""
 
 import pytest
 from hypothesis import given
@@ -77,11 +77,11 @@ def test_the_rule_is_that_of_the_worker_then_of_its_kind_then_the_default() -> N
         (ReuseRule(dropped_blocks=1, drops_resident=True), 96, 64, 48),
         (ReuseRule(dropped_blocks=1, drops_resident=True), 48, 100, 32),
         (ReuseRule(dropped_blocks=1, drops_resident=True), 0, 100, 0),
-        # blocks of 16 beside a group with blocks of 64
+        # blocks of 16 next to a group with blocks of 64
         (ReuseRule(alignment_tokens=64), 112, 200, 64),
         (ReuseRule(alignment_tokens=64), 128, 200, 128),
         (ReuseRule(alignment_tokens=64), 128, 128, 64),
-        # ... of which the smaller blocks drop one: first the drop, then the cut
+        # ... and the smaller blocks drop one: first the drop, then the cut
         (ReuseRule(alignment_tokens=64, dropped_blocks=1, drops_resident=True), 128, 200, 64),
         (ReuseRule(alignment_tokens=64, dropped_blocks=1, drops_resident=True), 144, 200, 128),
     ],

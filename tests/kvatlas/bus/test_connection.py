@@ -12,8 +12,8 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_connection_with_waiting_messages_closes_while_nats_is_away() -> None:
-    """Between two connections nats-py keeps what is published."""
-    # its port stays its own: another server that took it would be connected to
+    """While disconnected, nats-py keeps what is published."""
+    # the proxy keeps the port: the client would connect to another server that took it
     async with nats_server() as server, TcpProxy(server.port, "NATS") as line:
         client = await connect_nats(f"nats://{LOOPBACK}:{line.port}", name="test")
         line.cut()

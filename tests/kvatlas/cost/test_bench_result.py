@@ -1,4 +1,4 @@
-"""Results of vLLM's benchmark as observed requests, each with the load that the others made."""
+"""Results of vLLM's benchmark as observed requests, each with the load caused by the others."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from kvatlas.cost.calibration import calibrate
 from kvatlas.errors import InvalidValue
 
 REAL = Path(__file__).with_name("vllm_bench.json")
-"""40 requests of `vllm bench serve` 0.33 to a simulated engine that takes 45 us for a prompt token; without texts."""
+"""40 requests of `vllm bench serve` 0.33 to a simulated engine that takes 45 us per prompt token; without texts."""
 
 
 def result(**changed: Any) -> bytes:
-    """Three requests: the second comes while the first runs, the third while the second waits for its first token."""
+    """Three requests: the second arrives while the first one runs, the third while the second waits for its first token."""
     lists = {
         "input_lens": [100, 200, 300],
         "output_lens": [11, 5, 1],

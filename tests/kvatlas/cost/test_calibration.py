@@ -1,4 +1,4 @@
-"""Calibration finds the rates that rows were made by, and files carry them."""
+"""Calibration finds the rates from which rows were made, and files store them."""
 
 from dataclasses import replace
 from pathlib import Path

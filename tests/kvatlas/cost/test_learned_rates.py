@@ -1,4 +1,4 @@
-"""What is learned of a worker's rates from finished requests."""
+"""A worker's rates are learned from finished requests."""
 
 import math
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ rates = st.builds(
 
 
 def true_request(rates: EngineRates, random: Random, *, noise: float = 0.05) -> FinishedRequest:
-    """A request that took what it takes at these rates, and what else happens to requests."""
+    """A request that took as long as it takes at these rates, plus what else happens to requests."""
     prompt, output = round(2 ** random.uniform(7, 13)), random.randrange(2, 400)
     cached = random.choice([0, 0, prompt // 2])
     load = Load(
@@ -66,7 +66,7 @@ def tpot_of(rates: EngineRates, running: int, kv_tokens: float) -> float:
 
 
 def broken(request: FinishedRequest, random: Random) -> FinishedRequest:
-    """Times without meaning: a stall, a clock that jumped, an unknown retry."""
+    """A request with meaningless times: a stall, a clock that jumped, an unknown retry."""
     times = random.choice([1e-6, 1e-3, 30, 1_000, 1e5])
     assert request.ttft_us is not None and request.tpot_us is not None
     return replace(request, ttft_us=request.ttft_us * times, tpot_us=request.tpot_us * times)
@@ -75,7 +75,7 @@ def broken(request: FinishedRequest, random: Random) -> FinishedRequest:
 def learn(
     requests: Iterator[FinishedRequest], configured: EngineRates = DEFAULT, before: Evidence | None = None
 ) -> Evidence:
-    """As a router does: each request's errors are taken against what it knew before."""
+    """Learn as a router does: each request's errors are relative to what was known before."""
     evidence = before or Evidence()
     for number, request in enumerate(requests):
         if number % 4 == 0:
@@ -90,7 +90,7 @@ def learned(evidence: Evidence, configured: EngineRates = DEFAULT) -> LearnedRat
 
 
 def furthest_off(found: EngineRates, true: EngineRates) -> float:
-    """The largest relative error of what usual requests would take."""
+    """The largest relative error of the predicted times of usual requests."""
     prefills = [found.prefill_us(new, 0) / true.prefill_us(new, 0) for new in (1_024, 4_096)]
     tpots = [tpot_of(found, *load) / tpot_of(true, *load) for load in ((4, 10_000), (24, 80_000))]
     return max(abs(times - 1) for times in (*prefills, *tpots))
@@ -219,7 +219,7 @@ def test_two_routers_learn_what_one_would() -> None:
 
 
 def test_a_rate_without_evidence_of_its_own_follows_another_one() -> None:
-    """A worker that computes fast attends fast, and one that decodes slowly slows down more with load."""
+    """A worker that computes fast also attends fast, and one that decodes slowly slows down more under load."""
     short = FinishedRequest(IDLE._replace(input_tokens=16), 16, 2, 0, ttft_us=5_000, tpot_us=28_000)
     long = FinishedRequest(IDLE._replace(input_tokens=64), 64, 2, 0, ttft_us=5_480, tpot_us=28_000)
     found = learned(learn(one for _ in range(50) for one in (short, long))).rates
@@ -291,7 +291,7 @@ READS = Plan("w", 1_000, 100, [Piece(512, 1 << 26, Tier.CPU_DRAM)])
     ],
 )
 def test_a_request_measures_only_what_is_sure(request_: FinishedRequest, measured: list[Latency]) -> None:
-    """Nothing of the prefill if too much was queued, or it is unknown what was read or computed."""
+    """It does not measure the prefill if too much was queued, or if it is unknown what was read or computed."""
     assert [row.latency for row in rows_of(request_)] == measured
 
 
@@ -304,7 +304,7 @@ def test_the_load_of_a_request_is_the_mean_of_that_at_its_start_and_its_end() ->
 
 
 def test_a_worker_without_evidence_costs_what_the_fastest_known_one_costs() -> None:
-    """Known workers are slower than configured: a new one does not look better than they do."""
+    """Known workers are slower than configured, and a new one does not look better than they do."""
     slow, slower = (
         replace(DEFAULT, prefill_us_per_token=times * 40.0, tpot_base_us=times * 7_000.0) for times in (2.0, 3.0)
     )

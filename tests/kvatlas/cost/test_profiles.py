@@ -1,4 +1,4 @@
-"""Cost profiles: what each of them promises, and worked examples."""
+"""Cost profiles: the promises of each, and worked examples."""
 
 from dataclasses import fields, replace
 
@@ -165,7 +165,7 @@ def test_quillcache_a_negative_coefficient_is_named(name: str) -> None:
 
 
 def test_engine_a_worked_example() -> None:
-    # 4,096 tokens, 3,072 of them at hand; 2,000 queued; 7 requests run on 50,000 KV tokens; 200 tokens to come
+    # 4,096 tokens, 3,072 of them held; 2,000 queued; 7 requests run on 50,000 KV tokens; 200 tokens to generate
     plan = Plan("w", 4_096, 200, [Piece(3_072, 0, Tier.HBM)], Load(7, 2_000, 0, 50_000))
     cost = EngineProfile().price(plan)
     assert {term.name: term.us for term in cost.terms} == {

@@ -36,7 +36,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def listening_ports(pid: int) -> dict[int, bool]:
-    """The process' listening TCP ports; True if a port is reachable over loopback only."""
+    """The process's listening TCP ports; True if a port is reachable over loopback only."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:

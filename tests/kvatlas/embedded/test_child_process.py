@@ -13,7 +13,7 @@ from tests.kvatlas.embedded.process_table import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal exists on Linux only")
 
-# The thread that starts the servers ends at once, and one server is paused: neither may matter.
+# The thread that starts the servers ends at once, and one server is paused; neither may matter.
 PARENT = """
 import sys, threading
 from kvatlas.embedded.nats import NatsProcess

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvatlas.embedded.free_port import LEASES, PORTS, free_port
 
-# Prints its ports, and keeps them until it is told to end.
+# Prints its ports, and keeps them until it is asked to end.
 _DRAW = (
     "from kvatlas.embedded.free_port import free_port; print(*[free_port() for _ in range(200)], flush=True); input()"
 )

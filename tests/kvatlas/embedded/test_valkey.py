@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(params=["valkey", "redis8"])
 def binary(request: pytest.FixtureRequest, redis8_binary: Path) -> Path | None:
-    """None for the default program, and the path of another one."""
+    """None, for the default program, and then the path of another one."""
     return redis8_binary if request.param == "redis8" else None
 
 

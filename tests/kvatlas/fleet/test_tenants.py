@@ -1,4 +1,4 @@
-"""Whose prompts a worker may get."""
+"""The tenants whose prompts a worker may get."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A small application on an HTTP server, and raw connections to it."""
+"""A small application on an HTTP server, with raw connections to it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -71,7 +71,7 @@ async def read_to_end(stream: SocketStream) -> bytes:
 
 
 def answers_in(received: bytes) -> list[tuple[int, bytes]]:
-    """Status and body of each answer; the parts of a chunked body in one."""
+    """Status and body of each answer; the parts of a chunked body are joined."""
     found = []
     for answer in received.split(b"HTTP/1.1 ")[1:]:
         head, _, body = answer.partition(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""A port that passes connections on to a server, as many as have a place."""
+"""A port that passes connections on to a server, up to the number of places."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass
 class Echo:
-    """A server that sends everything back, and remembers what its clients are called."""
+    """A server that sends everything back, and remembers its clients' names."""
 
     names: list[str] = field(default_factory=list)
     ended: int = 0

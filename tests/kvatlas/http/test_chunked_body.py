@@ -16,7 +16,7 @@ class Events:
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Chunks that look like the ends of others, up to the last one's line."""
+    """Chunks that look like the ends of others, up to the line of the last one."""
     lines = st.builds(
         lambda zeros, extension, upper: (b"0" * zeros, extension, upper),
         st.integers(0, 3),

@@ -1,4 +1,4 @@
-"""What an HTTP server refuses: what is too much, too late or without proof."""
+"""An HTTP server refuses what is too much, too late or without proof."""
 
 import json
 import ssl
@@ -90,7 +90,7 @@ async def test_a_refused_body_that_does_not_end_is_cut_off() -> None:
 
 
 async def test_a_connection_is_idle_after_a_body_that_came_behind_its_refusal(caplog: pytest.LogCaptureFixture) -> None:
-    """HTTP clients send headers and body apart. They may use the connection again, for as long as any other."""
+    """HTTP clients send headers and body separately. They may use the connection again, for as long as any other."""
     access = HttpAccess(body_bytes=LIMIT, header_s=0.2, idle_s=1)
     async with serving(access) as listener, connected(listener) as stream:
         await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\n\r\n")
@@ -225,7 +225,7 @@ async def test_headers_above_the_limit_are_an_answer_and_no_reset() -> None:
 
 
 async def test_an_idle_connection_stays_open_for_longer_than_clients_use_it() -> None:
-    """With the same time on both ends a request is sent on a connection that is just being closed."""
+    """If both ends used the same time, a request would be sent on a connection that is just being closed."""
     assert HttpAccess().idle_s > 600  # Google's balancers; clients keep theirs for less
     async with serving(HttpAccess(idle_s=0)) as listener, connected(listener) as stream:
         await stream.send(ASK)
@@ -247,7 +247,7 @@ async def test_an_idle_connection_stays_open_for_longer_than_clients_use_it() ->
     ],
 )
 async def test_a_request_needs_one_of_the_tokens(sent: dict[str, str], status: int) -> None:
-    """Anthropic's and Azure's clients send theirs in headers of their own."""
+    """Anthropic's and Azure's clients send theirs in their own headers."""
     access = HttpAccess(tokens=(b"first", b"second"))
     async with serving(access) as listener, http_client(base_url=listener.url, headers=sent) as client:
         answer = await client.get("/")
@@ -270,7 +270,7 @@ def certified(folder: Path, **changed: Any) -> tuple[HttpAccess, ssl.SSLContext]
 
 
 async def test_a_connection_that_does_not_agree_on_tls_has_a_place_like_any_other(tmp_path: Path) -> None:
-    """And no longer than it may take for its headers. Without a place it is closed at once."""
+    """It may take no longer than for its headers. Without a place, it is closed at once."""
     access, trusting = certified(tmp_path, connections=2, address_connections=2, header_s=3.0)
     async with serving(access) as listener, AsyncExitStack() as stack:
         silent = [await stack.enter_async_context(connected(listener)) for _ in range(2 + RESERVE_SHARE)]
@@ -391,7 +391,7 @@ async def test_every_refusal_has_the_form_of_the_paths_api(
     async with serving(HttpAccess(tokens=(b"a",))) as listener:
         refused.append(await refusal(listener, ask + b"connection: close\r\n\r\n"))
     async with serving(HttpAccess(connections=1)) as listener, AsyncExitStack() as stack:
-        for number in range(1 + RESERVE):  # a place, then those for probes
+        for number in range(1 + RESERVE):  # one place, then those for probes
             own = f"127.0.0.{2 + number // RESERVE_SHARE}"
             await (await stack.enter_async_context(connected(listener, own))).send(UNFINISHED)
             if number in (0, RESERVE):

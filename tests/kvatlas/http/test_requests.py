@@ -1,4 +1,5 @@
-"""What an HTTP server takes for a request, and where it ends: over real sockets, as clients of every kind would send it."""
+"""What an HTTP server takes for a request, and where it takes it to end, over real sockets, as clients of every kind send
+it."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,7 +27,7 @@ MEBIBYTE = 1 << 20
 
 
 class Slow:
-    """An application whose answer to /slow begins at once and ends when it may."""
+    """An application whose answer to /slow begins at once and ends when it is allowed to."""
 
     def __init__(self) -> None:
         self.may_end, self.disconnected = anyio.Event(), anyio.Event()
@@ -119,7 +120,7 @@ async def test_an_answer_is_complete_whatever_follows_its_request(second: bytes,
         await stream.send(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n")
         received = await stream.receive()
         await stream.send(second)
-        async with connected(listener) as other:  # by its answer the server has read what was sent before
+        async with connected(listener) as other:  # its answer shows that the server has read what was sent before
             await other.send(LAST)
             await read_to_end(other)
         slow.may_end.set()
@@ -138,7 +139,7 @@ async def test_a_client_that_leaves_ends_its_request_even_with_another_one_waiti
 
 
 class Reader:
-    """An application that reads each body to its end, and then waits until its client leaves."""
+    """An application that reads each body to its end, and then waits until its client disconnects."""
 
     def __init__(self) -> None:
         self.read, self.left = anyio.Event(), anyio.Event()

@@ -1,4 +1,4 @@
-"""Changes an index's blocks without its knowledge."""
+"""Changes an index's blocks behind its back."""
 
 from kvatlas.blocks.tiers import Tier
 from kvatlas.bus.subjects import partition_of
@@ -45,7 +45,7 @@ class Damage:
             await self.index._store.client.hdel(self.keys.blocks(scope.scope_id), key)
 
     async def add(self, scope: Scope, key: bytes, flags: int = Tier.HBM.flag, number: bytes | None = None) -> None:
-        """An entry of the worker's holder, or of another number."""
+        """Add an entry of the worker's holder, or of another number."""
         number = await self.number() if number is None else number
         value = await self.value(scope, key)
         at, found = find_entry(value, number)

@@ -1,4 +1,4 @@
-"""A failover to a replica that is behind, as the data sees it."""
+"""The effect on the data of a failover to a replica that is behind."""
 
 from kvatlas.store.connection import Store
 
@@ -8,7 +8,7 @@ async def dump_all(store: Store) -> dict[bytes, bytes]:
 
 
 async def restore(store: Store, dump: dict[bytes, bytes]) -> None:
-    """Leave nothing but the dump in the store, besides its functions."""
+    """Replace everything in the store except its functions by the dump."""
     await store.client.flushall()
     for key, value in dump.items():
         await store.client.restore(key, 0, value)

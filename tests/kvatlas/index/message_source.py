@@ -37,9 +37,9 @@ def split(packed: bytes) -> list[bytes]:
 
 
 class MessageSource:
-    """One worker's publisher, without a bus. `held`: what the worker holds by its messages; `sizes`: those of its
-    blocks in the next message. With `dropped` marks count:
-    `marks` are those of its messages, and `places` says for each block that may be marked its head and its offset there."""
+    """One worker's publisher, without a bus. `held`: what the worker holds according to its messages; `sizes`: sizes of its
+    blocks in the next message. With `dropped`, marks count: `marks` are those of its messages, and `places` says for each
+    block that may be marked its head and its offset there."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class MessageSource:
         return self.message(Cleared())
 
     def digest_words(self) -> list[int]:
-        """As a snapshot's end or a checkpoint has them."""
+        """The digest words of a snapshot's end or a checkpoint."""
         if self.dropped is None:
             return self.digest().words
         marks = MarkDigest()
@@ -149,7 +149,7 @@ async def apply_messages(index: ResidencyIndex, *messages: wire.RawMessage) -> A
 
 
 async def contents(index: ResidencyIndex, worker_id: str) -> Held:
-    """What a worker holds by the index."""
+    """What a worker holds according to the index."""
     held: Held = {}
     async for residency in index.snapshot(worker_id):
         key = residency.sequence_hash.to_bytes(HASH_BYTES, "little")

@@ -1,4 +1,4 @@
-"""What a call to the store does is bounded, whatever the values are: by the costs that the functions count themselves.
+"""The work of a call to the store is bounded, whatever the values, by the costs that the functions themselves count.
 
 A call that still has some of its budget takes one more step of a scan. So it costs at most its budget and one step, and a step
 has at most the blocks of one bucket more than it asks for.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 SCOPE = Scope("m", "t")
 K = ShardKeys(0)
 OTHERS = 1_000_000
-"""The first number of holders that only values have."""
+"""The first number of holders that exist only in values."""
 SCAN, SCOPE_BEGIN, BLOCK, ENTRY = 8, 4, 1, 0.1
 GONE, COUNTED = 0.5, 8
 FOUND, OTHER = 0.3, 0.5
@@ -35,7 +35,8 @@ FOUND, OTHER = 0.3, 0.5
 
 
 async def most_blocks_a_step(store: Store) -> int:
-    """Blocks of the fullest bucket: a step of a scan returns all of one, and how the server's hash fills them is chance."""
+    """Number of blocks in the fullest bucket: a step of a scan returns a whole bucket, and the server's hash fills them at
+    random."""
     cursor, page = await store.client.hscan(K.blocks(SCOPE.scope_id), 0, count=1)
     most = len(page)
     while cursor:
@@ -56,12 +57,12 @@ async def index(store: Store) -> RedisIndex:
 
 
 def value_of(*, first: int, entries: int) -> bytes:
-    """A holders value of so many others."""
+    """A holders value with this many entries of others."""
     return b"".join(number_bytes(number) + bytes([Tier.HBM.flag]) for number in range(first, first + entries))
 
 
 async def lengthen_values(store: Store, hashes: bytes, entries: int) -> None:
-    """Every value gets so many other holders; no two are equal."""
+    """Add this many other holders to every value; no two values are equal."""
     keys = split(hashes)
     values = await store.client.hmget(K.blocks(SCOPE.scope_id), keys)
     longer = [value + value_of(first=OTHERS + at, entries=entries) for at, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""Large messages reach the store in parts: each step of a message is applied once, whatever happens between two parts."""
+"""Large messages reach the store in parts, and each step of a message is applied once, whatever happens between two parts."""
 
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -88,7 +88,7 @@ class Interrupted(Exception):
 
 
 def interrupt(index: RedisIndex, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Let it make so many calls that apply messages."""
+    """Interrupt the index after this many calls that apply messages."""
     call, left = index._functions.call, calls
 
     async def counted(function: str, *what: Any) -> Any:
@@ -117,7 +117,7 @@ async def test_a_large_message_comes_in_parts(store: Store, monkeypatch: pytest.
 
 
 async def test_another_process_goes_on_after_any_part(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows nothing of the first one, and cuts elsewhere."""
+    """It knows nothing of the first one, and splits elsewhere."""
     messages = large_messages()
     want = await expected(messages)
     for calls in (2, 6, *range(10, 18), 22, 26, 1_000):
@@ -156,7 +156,7 @@ async def test_a_forgotten_worker_leaves_no_steps(store: Store, monkeypatch: pyt
 
 
 async def test_a_part_that_is_missing_is_a_gap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if another server had taken over that has not got it."""
+    """As if a server that did not get it had taken over."""
     monkeypatch.setattr(call_plan, "CALL_COST", 130)
     index, messages = await open_redis_index(store, writer=True), large_messages()
     await apply_messages(index, *messages[:3])
@@ -241,7 +241,7 @@ async def test_values_that_turn_out_long_make_calls_smaller(store: Store, monkey
     late = MessageSource("late")
     late.seq = 0
     await apply_messages(fresh, late.store(SCOPES[0], hashes(1, 2_001)))
-    assert sizes[0] > 300  # nothing is known of the values: the store refuses it
+    assert sizes[0] > 300  # nothing is known about the values: the store refuses it
     assert sum(sizes[1:]) == 2_000 and max(sizes[1:]) < 250
     assert await contents(fresh, "late") == late.held
 
@@ -295,7 +295,7 @@ def test_calls_have_every_step_once_and_in_order(sizes: list[list[int]], weight:
 
 
 def _steps(seq: int, events: Sequence[list[Any]]) -> list[tuple[int, bytes | None]]:
-    """A message's steps: a hash each, None for an event without."""
+    """A message's steps, one per hash; None for an event without hashes."""
     steps: list[tuple[int, bytes | None]] = []
     for event in events:
         packed = event[wire.HASHES] if event[wire.CODE] == wire.STORED else b""

@@ -1,4 +1,4 @@
-"""Thousands of short-lived workers, scopes and clears: what the store keeps of them is bounded."""
+"""What the store keeps of thousands of short-lived workers, scopes and clears is bounded."""
 
 from collections.abc import AsyncIterator
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 WORKERS = 3_000
 AT_ONCE = 100
 A_SCOPE = 5
-"""Workers that use one scope: the more scopes, the longer a sweep."""
+"""Number of workers that share a scope: the more scopes, the longer a sweep."""
 BLOCKS = 8
 CLEARS = 1
 SHARDS = 2
@@ -41,7 +41,7 @@ async def index(store: Store) -> RedisIndex:
 
 
 async def apply_all(index: RedisIndex, messages: list[RawMessage]) -> None:
-    """Apply them in one call a shard."""
+    """Apply the messages in one call per shard."""
     by_partition: dict[int, list[RawMessage]] = {}
     for message in messages:
         by_partition.setdefault(partition_of(message[WORKER_ID], index.partitions), []).append(message)
@@ -52,7 +52,7 @@ async def apply_all(index: RedisIndex, messages: list[RawMessage]) -> None:
 
 
 async def run_generation(index: RedisIndex, number: int) -> None:
-    """AT_ONCE workers come, in scopes of their own and in a shared one, and are gone for good."""
+    """AT_ONCE workers appear, in their own scopes and in a shared one, and are gone for good."""
     sources = [MessageSource(f"worker-{number}-{i}") for i in range(AT_ONCE)]
     messages: list[RawMessage] = []
     for i, source in enumerate(sources):
@@ -98,7 +98,7 @@ async def memory_of_keys(store: Store) -> int:
 
 
 async def memory_of_data(store: Store) -> int:
-    """Bytes of all that is no overhead. Buffers of connections, 16 KiB each, are counted there some time later only."""
+    """Bytes of everything but overhead. Connections' buffers, 16 KiB each, count as overhead only after some time."""
     info = await store.client.info("memory")
     return int(info["used_memory_dataset"])
 
@@ -106,8 +106,8 @@ async def memory_of_data(store: Store) -> int:
 async def test_the_store_keeps_nothing_of_workers_and_scopes_that_are_gone(
     index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scope_registry, "MOST_USED_SCOPES", 0)  # as when as many names are kept for `usage` as may be
-    await store.client.config_set("latency-tracking", "no")  # 16 KiB and more when a command comes for the first time
+    monkeypatch.setattr(scope_registry, "MOST_USED_SCOPES", 0)  # as if no more names could be kept for `usage`
+    await store.client.config_set("latency-tracking", "no")  # 16 KiB and more when a command is used for the first time
     used: list[tuple[int, int]] = []
     for number in range(WORKERS // AT_ONCE):
         await run_generation(index, number)
@@ -135,13 +135,13 @@ async def test_a_scope_is_forgotten_only_without_blocks_and_messages(index: Redi
         index, one.begin(1), one.store(held, hashes), one.store(gone, hashes), one.remove(gone, hashes)
     )
     await apply_messages(index, other.begin(1), other.store(used_recently, hashes), other.remove(used_recently, hashes))
-    for scope in (held, gone):  # no message used them for an hour
+    for scope in (held, gone):  # no message has used them for an hour
         await store.client.zincrby(SCOPE_USES, -3_600_000.0, scope.scope_id)
     assert await index.forget_scopes(600.0) == 1
     assert set(await store.client.hkeys(SCOPES)) == {held.scope_id, used_recently.scope_id}
     assert await index.forget_scopes(600.0) == 0
     assert await contents(index, "one") == one.held
-    # it comes into use again, through the writer that knew it before
+    # it comes into use again, through the writer that already knew it
     forget_fresh_scopes(index)
     await apply_messages(index, one.store(gone, hashes))
     assert await store.client.hget(SCOPES, gone.scope_id) == gone.canonical
@@ -149,7 +149,7 @@ async def test_a_scope_is_forgotten_only_without_blocks_and_messages(index: Redi
 
 
 def forget_fresh_scopes(index: RedisIndex) -> None:
-    """As if a second had passed."""
+    """Forget them, as if a second had passed."""
     index._registry._fresh.clear()
 
 

@@ -1,4 +1,4 @@
-"""What every residency index promises, held against each implementation."""
+"""The promises of every residency index, tested on each implementation."""
 
 from dataclasses import replace
 
@@ -179,7 +179,7 @@ async def test_a_wrong_snapshot_closes_the_incarnation_and_the_old_one_answers(
 
 
 async def test_blocks_repeated_by_several_events_count_once(index: ResidencyIndex) -> None:
-    """No publisher does this; the digest stays that of the set all the same."""
+    """No publisher does this, but the digest is that of the set all the same."""
     source = MessageSource("w")
     scope_id = SCOPE.scope_id
     repeated = head(4) + head(2)

@@ -1,4 +1,4 @@
-"""A store loses its last writes, or everything, while readers go on."""
+"""A store loses its last writes, or everything, while readers continue."""
 
 from collections.abc import AsyncIterator
 from typing import Any

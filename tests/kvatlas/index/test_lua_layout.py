@@ -1,4 +1,4 @@
-"""The store's functions and Python name and number the same things alike."""
+"""The store's functions and Python use the same names and numbers for the same things."""
 
 from dataclasses import fields
 
@@ -48,7 +48,7 @@ def test_events_have_the_same_fields() -> None:
     names = {"CODE": wire.CODE, "SCOPE": wire.SCOPE_ID, "TIER": wire.TIER, "HASHES": wire.HASHES}
     names["PARENT"] = wire.PARENT
     assert {name: fence[f"EVENT_{name}"] - 1 for name in names} == names
-    assert (fence["REMOVED_LOW"], fence["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # behind the last field
+    assert (fence["REMOVED_LOW"], fence["REMOVED_HIGH"]) == (wire.HASHES + 2, wire.HASHES + 3)  # after the last field
     assert (fence["STORED_LOW"], fence["STORED_HIGH"]) == (wire.RESERVED + 2, wire.RESERVED + 3)
     assert (fence["END_CHUNKS"], fence["END_DIGEST"]) == (wire.CHUNKS + 1, wire.END_DIGEST + 1)
     assert fence["CHECKPOINT_DIGEST"] == wire.CHECKPOINT_DIGEST + 1

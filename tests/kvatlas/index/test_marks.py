@@ -1,4 +1,5 @@
-"""Marks in each implementation of the index: who can resume a chain, what damage is found, and that nothing is left behind."""
+"""Marks in each implementation of the index: which workers can resume a chain, which damage is found, and that nothing is left
+behind."""
 
 from random import Random
 
@@ -151,7 +152,7 @@ async def test_a_new_incarnation_has_its_own_marks_and_a_sweep_leaves_nothing_of
 
 
 async def leftovers(index: ResidencyIndex) -> list[bytes]:
-    """What is stored of marks."""
+    """Everything that is stored about marks."""
     if isinstance(index, RedisIndex):
         return [key async for key in index._store.client.scan_iter(match="kva:*mark*")]
     assert isinstance(index, MemoryIndex)
@@ -163,7 +164,7 @@ async def leftovers(index: ResidencyIndex) -> list[bytes]:
 
 
 async def change_mark(index: ResidencyIndex, field: bytes, value: bytes) -> None:
-    """Damages what is stored: the value of a marked block, or with the suffix of a head."""
+    """Damage the stored value of a marked block or, with the suffix, of a head."""
     if isinstance(index, RedisIndex):
         key = Damage(index, "w").keys.marks(SCOPE.scope_id)
         await (index._store.client.hset(key, field, value) if value else index._store.client.hdel(key, field))
@@ -200,7 +201,7 @@ async def test_damaged_marks_are_found_and_repaired_by_a_snapshot(index: Residen
     for shard in range(index.shards):
         while await index.sweep(shard, 1 << 30):
             pass
-    if what == "a mark is added":  # the sweep took it with the old holder's others
+    if what == "a mark is added":  # the sweep removed it with the old holder's other marks
         assert await reach(index) == {"w": 10}
     found = [await index.scrub(shard, 1 << 30) for shard in range(index.shards)]
     assert [one for result in found for one in result.damaged] == []

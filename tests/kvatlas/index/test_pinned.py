@@ -1,4 +1,4 @@
-"""What direct writes pin is kept as they put it, by block, worker and tier."""
+"""What direct writes pin is kept exactly, by block, worker and tier."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def blocks(first: int, end: int) -> bytes:
 
 
 async def pinned(index: ResidencyIndex, worker_id: str, tier: Tier, scope: Scope = SCOPE) -> list[int]:
-    """Numbers of the worker's blocks that are pinned in the tier, as every question answers."""
+    """Numbers of the worker's blocks that are pinned in the tier, by every query alike."""
     found = [residency async for residency in index.snapshot(worker_id)]
 
     def those_of(some: list[Residency]) -> list[int]:
@@ -72,7 +72,7 @@ async def test_a_removed_block_is_pinned_no_more(index: ResidencyIndex) -> None:
     record = await index.record("w")
     assert record is not None
     source.incarnation, source.seq = record.incarnation, record.seq
-    for tier in (Tier.HBM, Tier.CPU_DRAM):  # by messages, which say nothing of pins
+    for tier in (Tier.HBM, Tier.CPU_DRAM):  # by messages, which don't mention pins
         await apply_messages(index, source.store(SCOPE, blocks(0, 5), tier))
     assert await pinned(index, "w", Tier.HBM) == [0, 1, 2]
     assert await pinned(index, "w", Tier.CPU_DRAM) == [0, 1, 2, 3]

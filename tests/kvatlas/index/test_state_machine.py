@@ -1,6 +1,6 @@
 """Memory and Redis index after the same messages: identical answers after every step.
 
-Workers publish prefix-closed residency of small trees in several scopes and tiers; in between come replays, zombies, gaps,
+Workers publish prefix-closed residency of small trees in several scopes and tiers, interspersed with replays, zombies, gaps,
 wrong snapshots, clears, retirements and sweeps. Two of the workers have marks. Galloping, and the search for the deepest mark,
 are compared with a full walk in both after every step.
 """
@@ -35,7 +35,7 @@ CHAINS = [TRUNK] + [
 ]
 WORKERS = ["w0", "w1", "w2"]
 DROPPED = {"w1": 0, "w2": 1}
-"""Of the workers with marks, how many blocks a position lies before its mark."""
+"""By worker with marks: the number of blocks from a position to its mark."""
 PLACES = {key: (keys[i // SEGMENT * SEGMENT], i % SEGMENT) for keys in map(split, CHAINS) for i, key in enumerate(keys)}
 TIERS = [Tier.HBM, Tier.CPU_DRAM]
 
@@ -78,13 +78,13 @@ class Indexes(RuleBasedStateMachine):
         assert self.run(apply_messages(self.memory, *messages)) == self.run(apply_messages(self.redis, *messages))
 
     def depth(self, worker: str, scope: Scope, chain: bytes) -> int:
-        """How many blocks of the chain the worker holds by its messages."""
+        """Number of the chain's blocks that the worker holds according to its messages."""
         held = self.sources[worker].held
         return next((i for i, key in enumerate(split(chain)) if (scope, key) not in held), LENGTH)
 
     @rule(worker=workers, scope=scopes, chain=chains, tier=tiers, depth=depths)
     def store(self, worker: str, scope: Scope, chain: bytes, tier: Tier, depth: int) -> None:
-        """Extends what is held, or adds a tier to it."""
+        """Extend what is held, or add a tier to it."""
         held = self.depth(worker, scope, chain)
         first = held if tier == Tier.HBM else 0
         run = chain[8 * first : 8 * max(depth, first)] if tier == Tier.HBM else chain[: 8 * min(depth, held)]
@@ -94,7 +94,7 @@ class Indexes(RuleBasedStateMachine):
 
     @rule(worker=workers, scope=scopes, chain=chains, depth=depths)
     def evict(self, worker: str, scope: Scope, chain: bytes, depth: int) -> None:
-        """Removes a chain's end, with everything behind it, from every tier."""
+        """Remove a chain's end, with everything after it, from every tier."""
         source = self.sources[worker]
         gone = set(split(chain)[depth:])
         for other in CHAINS:
@@ -120,7 +120,7 @@ class Indexes(RuleBasedStateMachine):
         on=st.booleans(),
     )
     def mark(self, worker: str, scope: Scope, chain: bytes, at: set[int], on: bool) -> None:
-        """Marks blocks that are held, or unmarks some."""
+        """Mark held blocks, or unmark some."""
         source, keys = self.sources[worker], split(chain)
         held = self.depth(worker, scope, chain)
         if on:
@@ -136,12 +136,12 @@ class Indexes(RuleBasedStateMachine):
 
     @rule(worker=workers, new=sizes)
     def resize(self, worker: str, new: BlockSizes) -> None:
-        """From now on, blocks take other bytes."""
+        """Blocks have different sizes from now on."""
         self.sources[worker].sizes = new
 
     @rule(worker=workers, scope=scopes, step=st.integers(1, 3), old=sizes, new=sizes)
     def new_incarnation(self, worker: str, scope: Scope, step: int, old: BlockSizes, new: BlockSizes) -> None:
-        """In one call with the last messages of the one before, and with other sizes."""
+        """Begin an incarnation in one call with the previous one's last messages, and with different sizes."""
         source = self.sources[worker]
         source.sizes = old
         last = [source.store(scope, TRUNK[:8], tier) for tier in TIERS]
@@ -150,14 +150,14 @@ class Indexes(RuleBasedStateMachine):
 
     @rule(worker=workers, back=st.integers(1, 30), count=st.integers(1, 30))
     def replay(self, worker: str, back: int, count: int) -> None:
-        """Old messages again: duplicates, or of a dead incarnation."""
+        """Apply old messages again: duplicates, or from a dead incarnation."""
         messages = self.sent[worker][-back:][:count]
         if messages:
             self.apply(worker, *messages, remember=False)
 
     @rule(worker=workers, scope=scopes, chain=chains)
     def lose(self, worker: str, scope: Scope, chain: bytes) -> None:
-        """A message is lost, and the next one is a gap: nothing more is applied until a snapshot."""
+        """Lose a message. The next one is a gap, so nothing more is applied until a snapshot."""
         source = self.sources[worker]
         held = self.depth(worker, scope, chain)
         if held + 2 <= LENGTH:
@@ -172,7 +172,7 @@ class Indexes(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def torn_snapshot(self, worker: str) -> None:
-        """A snapshot whose digest is wrong closes the incarnation."""
+        """Send a snapshot with a wrong digest, which closes the incarnation."""
         source = self.sources[worker]
         message = source.begin(source.incarnation + 1)
         message[wire.EVENTS][-1][wire.END_DIGEST][1] += 1
@@ -229,7 +229,7 @@ class Indexes(RuleBasedStateMachine):
         assert self.run(self.memory.resident_blocks()) == self.run(self.redis.resident_blocks())
 
     def check_reach(self, worker: str) -> None:
-        """What a worker with marks can resume, by its messages."""
+        """Check what a worker with marks can resume, according to its messages."""
         source = self.sources[worker]
         for scope in SCOPES:
             for chain in CHAINS:

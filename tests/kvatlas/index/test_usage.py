@@ -1,4 +1,4 @@
-"""For how long how many bytes were resident, against a model that knows when each block came and went."""
+"""Resident bytes over time, compared with a model that knows when each block came and went."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +31,7 @@ Place = tuple[Scope, Tier]
 
 @dataclass
 class Naive:
-    """Adds up each block's bytes for as long as it was there."""
+    """Adds up each block's bytes over the time it was there."""
 
     now_s: float = 0.0
     held: dict[tuple[str, Scope, Tier], set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -57,7 +57,7 @@ STEPS = st.lists(
 
 
 async def carry_out(index: ResidencyIndex, naive: Naive, step: tuple[str, str, Scope, Tier, int, int]) -> None:
-    """One step, of both."""
+    """Carry out one step in both."""
     kind, worker, scope, tier, blocks, _ = step
     hashes = b"".join(n.to_bytes(8, "little") for n in range(1, blocks + 1))
     if kind == "put":
@@ -87,7 +87,7 @@ def assert_equal(found: dict[Place, float], expected: dict[Place, float], slack:
 
 
 async def used(index: ResidencyIndex) -> dict[Place, float]:
-    """By scope and tier."""
+    """Usage by scope and tier."""
     return {(row.scope, row.tier): row.byte_seconds for row in await index.usage() if row.scope is not None}
 
 
@@ -106,15 +106,14 @@ async def test_in_process_it_is_the_sum_of_each_block_s_time(
 
 @pytest.fixture
 async def store(store_url: str) -> AsyncIterator[Store]:
-    """Empty; on Valkey and on Redis 8."""
+    """An empty store, on Valkey and on Redis 8."""
     async with connected_store(store_url, wait=False) as opened:
         await opened.client.flushall()
         yield opened
 
 
 async def pass_stored_time(store: Store, index: RedisIndex, seconds: int) -> None:
-    """As if all that is stored had been stored so long before: holders know since when they are active, and nothing else in
-    the store has a time."""
+    """Let everything in the store look this much older: only holders have a time, since when they are active."""
     for shard in range(index.shards):
         key = ShardKeys(shard).holders
         for holder, entry in (await store.client.hgetall(key)).items():
@@ -124,7 +123,7 @@ async def pass_stored_time(store: Store, index: RedisIndex, seconds: int) -> Non
 
 
 async def test_each_tier_of_many_scopes_has_its_size_and_is_forgotten(store: Store) -> None:
-    """A store reads them in pages, which may end within a scope's tiers."""
+    """They are read from a store in pages, which may end within a scope's tiers."""
     index = await open_redis_index(store, writer=True)
     scopes, hashes = [Scope("m", "m", None, f"tenant{n}") for n in range(130)], (1).to_bytes(8, "little")
     for scope in scopes:

@@ -1,4 +1,4 @@
-"""Counters have windows, and go back."""
+"""Counters have windows, and may go back."""
 
 from kvatlas.predictions.recent_counts import RecentCounts
 

@@ -52,7 +52,7 @@ class Clock:
         return self.now_us
 
     async def prepare(self) -> None:
-        """Functions that read this clock instead of the server's, and look-alikes read in the smallest steps."""
+        """Install functions that read this clock instead of the server's, and that read look-alikes in the smallest steps."""
         code = POOL_LIBRARY.code
         for real, settable in {
             POOL_LIBRARY.source(
@@ -75,7 +75,7 @@ def id_of(number: int) -> bytes:
 
 
 def steps(*numbers: int) -> bytes:
-    """A chain of steps; equal numbers up to a place are an equal prefix."""
+    """A chain of steps; numbers that are equal up to a place make an equal prefix."""
     out, seen = b"", 0
     for number in numbers:
         seen = (seen * 1_000_003 + number + 1) % (1 << 64)
@@ -97,7 +97,7 @@ def offer(
     extra_us: float = 0.0,
     fetching: Fetching | None = None,
 ) -> Offer:
-    """A worker that holds `held_steps`, at the cost of computing the rest and decoding."""
+    """An offer of a worker that holds `held_steps`, at the cost of computing the rest and decoding."""
     cached = min(held_steps * STEP_TOKENS, input_tokens - 1)
     saved = worth_us(prices, cached)
     work = worth_us(prices, input_tokens) - saved
@@ -120,14 +120,14 @@ def ask(offers: Sequence[Offer], chain: bytes | None = None, again_factor: float
 async def book(
     reservations: Reservations, number: int, asked: Ask, *, router: str = "r", input_tokens: int = 1_000
 ) -> str | None:
-    """The worker that was booked."""
+    """Book, and return the chosen worker."""
     booking = Booking(id_of(number), router, input_tokens, asked, LEASE_US, LONGEST_US)
     found = await reservations.book(POOL, booking)
     return None if found is None else found.worker_id
 
 
 def same_evaluation(real: Evaluation, model: Evaluation) -> bool:
-    """Do they agree, as far as `real` has read the look-alikes?"""
+    """True if they agree, as far as `real` has read the look-alikes."""
     places = {offer.worker_id: i for i, offer in enumerate(model.offers)}
 
     def place(i: int) -> int:

@@ -1,4 +1,4 @@
-"""The store's functions against the model in process: the same calls at the same times give the same answers."""
+"""The store's functions compared with the in-process model: the same calls at the same times give the same answers."""
 
 import asyncio
 from dataclasses import replace
@@ -47,7 +47,7 @@ from tests.kvatlas.reservations.asks import (
 
 WORKERS = ["a", "b", "c-1", "c-12", "d", "e", "f"]
 LIKENESSES = [b"likeness", b"likenesT", b"likenesU"]
-"""Those of workers of the first chain, of the second one, and of `c-12`, which has no events."""
+"""The likenesses of workers of the first chain, of the second one, and of `c-12`, which has no events."""
 NUMBERS = range(12)
 CHAINS = [steps(*chain) for chain in [(), (1,), (1, 2, 3), (1, 2, 9, 9, 9), (1, 2, 3, 4, 5, 6), (7, 8), (7, 8, 8, 8)]]
 DEFAULT = EngineProfile().prices(Plan("w", 900, 128))
@@ -69,7 +69,7 @@ def asks(draw: st.DrawFn) -> Ask:
     chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
     offers = []
     for worker_id in draw(st.lists(workers, min_size=1, unique=True)):
-        # a worker's block size stays what it is, so its chain is always the same one
+        # a worker's block size never changes, so its chain is always the same one
         chain = draw(st.sampled_from([None, WORKERS.index(worker_id) % 2]))
         held = draw(st.integers(0, len(chains[chain].hashes) // HASH_BYTES)) if chain is not None else 0
         offers.append(
@@ -127,7 +127,7 @@ def look_alike_asks(draw: st.DrawFn) -> Ask:
 
 
 def limits_of(count: int) -> st.SearchStrategy[Limits]:
-    """Limits that loads of these tests are sometimes over."""
+    """Limits that these tests' loads sometimes exceed."""
     each = st.builds(
         Limit, st.sampled_from([0, 1, 5]), st.sampled_from([0, 5_000, 60_000]), st.sampled_from([0.0, 900_000.0])
     )
@@ -144,7 +144,7 @@ def limits_of(count: int) -> st.SearchStrategy[Limits]:
 
 @st.composite
 def pair_asks(draw: st.DrawFn) -> Ask:
-    """Some workers compute prompts alone, the others answers, and some of these prompts too."""
+    """Asks in which some workers compute only prompts, and the others answers and in some cases also prompts."""
     chains = [StepChain(STEP_TOKENS, draw(st.sampled_from(CHAINS))), StepChain(64, draw(st.sampled_from(CHAINS)))]
     prefills = draw(st.lists(st.sampled_from(WORKERS[:2]), unique=True))
     decodes = draw(st.lists(st.sampled_from(WORKERS[2:]), min_size=1, unique=True))

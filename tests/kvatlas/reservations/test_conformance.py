@@ -1,4 +1,4 @@
-"""What every implementation of reservations promises of bookings: how they load workers, and when they end."""
+"""The promises of every implementation of reservations about bookings: how they load workers, and when they end."""
 
 import pytest
 
@@ -47,7 +47,7 @@ async def test_a_prompt_that_waits_counts_with_its_own_tokens_though_a_sample_ha
     await clock.pass_us(ARRIVAL_US)
     sampled = Load(running_decodes=2, queued_prefill_tokens=60, kv_tokens=1_500)
     await reservations.report(POOL, {"a": WorkerReport(1, LoadReport(sampled, waiting=2))})
-    # request 0 decodes; 1 is begun, 2 and 3 wait: their 1,000 tokens each are known, whatever the engine's mean prompt is
+    # request 0 decodes, 1 has begun, 2 and 3 wait: their 1,000 tokens each are known, whatever the engine's mean prompt length
     assert await load(reservations, "a") == Load(4, 3_000, 0, 3_500)
     for number in (1, 2, 3):
         await reservations.record_first_token(POOL, id_of(number))
@@ -198,7 +198,7 @@ async def test_a_reservation_that_is_never_released_ends(reservations: Reservati
 
 
 async def test_a_clock_that_goes_back_does_not_freeze_loads(reservations: Reservations, clock: Clock) -> None:
-    """As that of a replica on another machine, which has become the primary."""
+    """Like the clock of a replica on another machine that has become the primary."""
     await report(reservations, a=Load(9, 9_000, 0, 0), b=Load())
     assert await book(reservations, 1, TWO) == "b"
     await clock.pass_us(-3_600 * SECOND_US)
@@ -231,7 +231,7 @@ async def test_bookings_outlive_their_workers_incarnation_and_settled_prediction
 async def test_what_an_engine_computed_before_it_failed_is_believed_no_longer(
     reservations: Reservations, outcome: Outcome
 ) -> None:
-    """A client that left changes nothing: the prompt was computed."""
+    """A client that disconnected changes nothing: the prompt was computed."""
     chain = steps(*range(4))
     await report(reservations, a=Load())
     await book(reservations, 1, ask([offer("a", chain=0)], chain))
@@ -243,7 +243,7 @@ async def test_what_an_engine_computed_before_it_failed_is_believed_no_longer(
 
 async def test_a_report_of_a_lower_incarnation_changes_nothing(reservations: Reservations) -> None:
     chain = steps(*range(4))
-    newer = 10_000_000_000_000_000_001  # as a double equal to the one before
+    newer = 10_000_000_000_000_000_001  # as a double, equal to the one before
     await report(reservations, incarnation=newer, a=Load(3))
     await book(reservations, 1, ask([offer("a", chain=0)], chain))
     for lower in (newer - 1, 9_999_999_999_999_999_999):

@@ -1,4 +1,4 @@
-"""What somebody wrote by hand into a pool's keys: no call fails for ever, the next report tells, and choices go on."""
+"""Keys of a pool that were changed by hand: no call fails forever, the next report says so, and choices continue."""
 
 import logging
 import random
@@ -114,14 +114,15 @@ def look_alikes_asked() -> Ask:
 
 
 async def report(store: Store) -> int:
-    """How often the pool was repaired since the last report."""
+    """Number of repairs of the pool since the last report."""
     one = WorkerReport(7, LoadReport(Load(1, 10, 0, 10)), LIKENESS)
     damage = await write_reports(store, POOL, dict.fromkeys(WORKERS, (b"record", one)))
     return damage.times if damage else 0
 
 
 async def use(reservations: RedisReservations, store: Store, clock: Clock, number: int) -> int:
-    """Every call that routers and indexers make; how often the pool was repaired. Raises what they raise."""
+    """Make every call that routers and indexers make. Returns the number of repairs of the pool. Raises what the calls
+    raise."""
     for one in range(number, number + 3):
         await reservations.book(POOL, Booking(id_of(one), "r", 100, asked(number), LEASE_US, LONGEST_US))
     list((await reservations.evaluate(POOL, asked(number))).by_offer)
@@ -180,7 +181,7 @@ async def test_after_damage_every_call_works_again(reservations: RedisReservatio
                 await (damage_hash if part in HASHES else damage_set)(store, KEYS[part], rng)
             repairs += await use(reservations, store, clock, number)
     assert repairs
-    for _ in range(20):  # what is left ends by itself
+    for _ in range(20):  # the rest ends by itself
         await clock.pass_us(LONGEST_US)
         await report(store)
     booking = Booking(id_of(number + 10), "r", 100, look_alikes_asked(), LEASE_US, LONGEST_US)
@@ -220,7 +221,7 @@ async def test_a_key_of_another_type_is_dropped_and_written_again(
     for number, (part, key) in enumerate(KEYS.items(), start=1):
         await store.client.delete(key)
         await store.client.set(key, "text")
-        repairs = 0 if part == "queue_lines" else 1  # which a queue begins anew when nothing waits
+        repairs = 0 if part == "queue_lines" else 1  # a queue starts these anew when nothing waits
         assert await use(reservations, store, clock, 10 * number) == repairs, part
         assert await store.client.type(key) != b"string", part
         assert await use(reservations, store, clock, 10 * number + 5) == 0, part

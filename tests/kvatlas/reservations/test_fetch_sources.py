@@ -1,4 +1,4 @@
-"""What every implementation of reservations promises of fetches: which of several equal sources a booking takes."""
+"""The promises of every implementation of reservations about fetches: which of several equal sources a booking takes."""
 
 import pytest
 
@@ -30,7 +30,7 @@ async def test_equal_sources_take_turns_whichever_router_books(reservations: Res
     assert await source(11, ask([offer("a")])) is None
     await reservations.forget(POOL, "y")
     assert await source(12, fetched("y", "x")) == "y"
-    assert await source(13, fetched("y", "x")) == "y"  # nothing is kept for a worker that is gone
+    assert await source(13, fetched("y", "x")) == "y"  # nothing is kept about a worker that is gone
 
 
 async def test_each_of_many_offers_may_name_many_sources(reservations: Reservations) -> None:

@@ -1,4 +1,4 @@
-"""Look-alikes: the cheapest of many workers of which few are read, against looking at every one."""
+"""Look-alikes: the cheapest of many workers, few of which are read, compared with looking at every one."""
 
 import random
 from typing import Any
@@ -75,7 +75,7 @@ async def prepared(store: Store, clock: Clock) -> tuple[RedisReservations, Memor
 
 @pytest.mark.parametrize("spread", ["idle", "equal", "independent", "balanced"])
 async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spread: str) -> None:
-    """Also where most are equal, or all cost nearly the same though their loads differ."""
+    """Even if most are equal, or all cost nearly the same although their loads differ."""
     rng = random.Random(spread)
 
     def load() -> Load:

@@ -1,5 +1,5 @@
-"""Look-alikes that hold different parts of a prompt: the choice of one call, which reads few of them, against a look at every
-one in process."""
+"""Look-alikes that hold different parts of a prompt: the choice of one call, which reads few of them, compared with looking at
+every one in process."""
 
 import random
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ FAST, SLOW = EngineProfile(), EngineProfile(EngineRates(prefill_us_per_token=80.
 
 
 class Fleet:
-    """A random fleet, written alike to a store and to a model in process. A large one has samples of one age, since the store
-    weighs only so many whose sample has just become too old."""
+    """A random fleet, written both to a store and to a model in process. In a large one, all samples have the same age,
+    because the store weighs only a limited number whose sample has just become too old."""
 
     def __init__(self, seed: int, store: Store, index: RedisIndex, clock: Clock, *, large: bool) -> None:
         self.rng = rng = random.Random(seed)
@@ -96,7 +96,7 @@ class Fleet:
         return rng.randint(0, blocks)
 
     async def hold(self) -> None:
-        """Also by holders that are retired, and by some of a granularity that is not asked for."""
+        """Write the held blocks, including those of retired holders, and of some with a granularity that is not asked for."""
         for number, worker_id in enumerate(self.likeness_of):
             size = self.size_of(worker_id) or 16
             depth, tier = self.depth_of(number) * 16 // size, self.rng.choice(self.tiers)
@@ -108,7 +108,7 @@ class Fleet:
                 if depth > below:
                     await index.put(ScopeUse(SCOPE, size), worker_id, tier, chain[below * HASH_BYTES :])
         real, _ = self.indexes
-        for number in range(self.rng.choice([0, 4])):  # an index in process frees at once what a store sweeps later
+        for number in range(self.rng.choice([0, 4])):  # an in-process index frees at once what a store sweeps later
             chain = extend_chain(self.tokens, 16)[: self.rng.randint(0, self.blocks) * HASH_BYTES]
             kept = self.rng.randrange(len(chain) // HASH_BYTES) if chain else 0
             if chain:
@@ -243,7 +243,7 @@ async def booked_by(reservations: Reservations, booking: Booking) -> str | None:
 
 
 async def test_a_holder_that_is_being_swept_hides_no_other(store: Store, clock: Clock) -> None:
-    """A retired worker still has an entry at the blocks behind those that `shorter` holds: so each block has two."""
+    """A retired worker still has entries at the blocks after those that `shorter` holds, so each block has two."""
     index = await open_redis_index(store, writer=True)
     reservations, use = RedisReservations(store, index), ScopeUse(SCOPE, 16)
     tokens = list(range(10 * 16 + 1))
@@ -268,13 +268,13 @@ async def test_a_holder_that_is_being_swept_hides_no_other(store: Store, clock: 
 
 
 WORKERS, LONG = 400, 300
-"""Workers of a large fleet, and blocks of its prompt."""
+"""Number of workers in a large fleet, and of blocks in its prompt."""
 
 
 async def fill(
     reservations: Sequence[Reservations], indexes: Sequence[DirectWrites], held: Sequence[int], loads: Sequence[int]
 ) -> Ask:
-    """Workers that hold the first blocks of one prompt and queue some tokens; returns an ask about it."""
+    """Write workers that hold the first blocks of one prompt and have some tokens queued. Returns an ask about the prompt."""
     tokens = list(range(LONG * 16 + 1))
     chain = extend_chain(tokens, 16)
     for number, blocks in enumerate(held):
@@ -293,7 +293,8 @@ async def fill(
 
 
 def large_fleet(crowd: int, others: int, least: int, most: int) -> tuple[list[int], list[int]]:
-    """Blocks and queued tokens of each worker: a crowd that holds equally much, others of different depths, and the rest."""
+    """Blocks and queued tokens of each worker: a crowd that holds the same number, others of different depths, and the
+    rest."""
     rng = random.Random(crowd + others)
     held = [*[150] * crowd, *(max(1, LONG - n) for n in range(others))]
     held += [0] * (WORKERS - len(held))
@@ -307,7 +308,7 @@ def large_fleet(crowd: int, others: int, least: int, most: int) -> tuple[list[in
         (0, 240, 20_000, 100_000, 65),
         (40, 240, 100_000, 100_000, 55),
         (40, 240, 2_000, 9_000, 50),
-        (330, 0, 9_000, 9_000, 90),  # it reads loads two by two
+        (330, 0, 9_000, 9_000, 90),  # it reads loads in pairs
         (0, 399, 9_000, 9_000, 55),
         (0, 200, 1, 4_000, 24),
     ],
@@ -315,7 +316,7 @@ def large_fleet(crowd: int, others: int, least: int, most: int) -> tuple[list[in
 async def test_among_many_busy_holders_a_choice_reads_few_values(
     store: Store, clock: Clock, crowd: int, others: int, least: int, most: int, reads: int
 ) -> None:
-    """Also where each holds another part: not one depth after the other."""
+    """Even if each holds a different part: it does not read one depth after the other."""
     index, model_index = await open_redis_index(store, writer=True), MemoryIndex()
     real, model = RedisReservations(store, index), FullScan(clock, model_index)
     held, loads = large_fleet(crowd, others, least, most)
@@ -331,7 +332,7 @@ async def test_among_many_busy_holders_a_choice_reads_few_values(
 
 
 async def test_a_choice_that_would_read_most_of_a_large_fleet_is_left_to_the_client(store: Store, clock: Clock) -> None:
-    """All are over a limit, so each that was not read may be the only one that is not."""
+    """All are over a limit, so any worker that was not read may be the only one within it."""
     index = await open_redis_index(store, writer=True)
     reservations = RedisReservations(store, index)
     asked = await fill([reservations], [], [0] * WORKERS, [10] * WORKERS)
@@ -345,7 +346,7 @@ class Shards(NamedTuple):
 
 
 async def test_a_lookup_that_the_store_can_not_do_fails_no_store(store: Store, clock: Clock) -> None:
-    """The client then looks up apart, and goes on calling the store."""
+    """The client then looks the prompt up separately, and continues to call the store."""
     index = await open_redis_index(store, writer=True)
     shards = Shards(index.shard_keys)
     reservations = RedisReservations(store, shards)

@@ -1,4 +1,4 @@
-"""The pool's functions and Python name and number the same things alike."""
+"""The pool's functions and Python use the same names and numbers for the same things."""
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import Outcome, pool_queue, queue_lines, waiting_request

@@ -1,4 +1,4 @@
-"""Bookings in process cost the same however many are open: routers make them just when the store is away."""
+"""In-process bookings cost the same however many are open, because routers make them when the store is away."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_U
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """How many lines of Python a call runs."""
+    """Number of lines of Python that a call runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -30,7 +30,7 @@ def lines_run(call: Callable[[], object]) -> int:
 
 
 def with_open(bookings: int) -> MemoryReservations:
-    """Many requests on two workers, each with a prompt of its own."""
+    """Many requests on two workers, each with its own prompt."""
     reservations = MemoryReservations(lambda: START_US)
     reservations.report_now(POOL, {id: WorkerReport(1, LoadReport(Load())) for id in ("a", "b")})
     for number in range(bookings):

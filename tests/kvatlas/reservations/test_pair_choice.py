@@ -1,4 +1,4 @@
-"""Pairs of workers: the choice against trying every pair, and what a booked pair leaves in the pool."""
+"""Pairs of workers: the choice compared with trying every pair, and what a booked pair leaves in the pool."""
 
 import pytest
 from hypothesis import given
@@ -62,7 +62,7 @@ APART = WHOLE._replace(
 
 
 def pair_ask(transfer_us: float) -> Ask:
-    """`p` computes prompts alone, `d` computes prompts as fast, and its answers."""
+    """`p` computes only prompts; `d` computes prompts as fast, and answers."""
     prompt_alone = offer("p")._replace(base_us=WHOLE.work_us)
     return Ask([prompt_alone, APART, WHOLE], pair_layout=PairLayout(1, 1, [0], [[transfer_us]]))
 

@@ -1,4 +1,4 @@
-"""What every implementation of reservations promises of predictions: prompts that are being computed."""
+"""The promises of every implementation of reservations about predictions: prompts that are being computed."""
 
 import pytest
 
@@ -23,7 +23,7 @@ CHAIN = steps(*range(LONG // STEP_TOKENS))
 
 
 async def test_a_burst_on_one_new_prefix_is_computed_once_or_twice(reservations: Reservations) -> None:
-    longer = 8 * LONG  # its prefill takes seconds: the burst is over before it, at any machine's pace
+    longer = 8 * LONG  # its prefill takes seconds, so the burst is over first, however slow the machine
     chain = steps(*range(longer // STEP_TOKENS))
     workers = [offer(f"w{i:02}", chain=0, input_tokens=longer + 60) for i in range(16)]
     picked = [
@@ -42,7 +42,7 @@ async def test_a_prefix_being_computed_is_held_from_when_it_should_be_there(
     await book(reservations, 1, asked, input_tokens=LONG)
     found = (await reservations.evaluate(POOL, asked)).by_offer[0]
     assert found.predicted_tokens == LONG - 1
-    assert 0 < found.wait_us < LONG * 40  # the backlog is the same prefill; only what attention adds is waited for
+    assert 0 < found.wait_us < LONG * 40  # the backlog is the same prefill; the wait is only for what attention adds
     await clock.pass_us(LONG * 80)
     assert (await reservations.evaluate(POOL, asked)).by_offer[0].wait_us == 0
 
@@ -132,7 +132,7 @@ async def test_predictions_without_events_fit_the_workers_capacity(reservations:
     def asked(number: int) -> bytes:
         return steps(number, 1, 1)
 
-    for number in range(4):  # the first is used again before the last comes
+    for number in range(4):  # the first one is used again before the last one comes
         for used in [number] if number < 3 else [0, 3]:
             await clock.pass_us(1)
             one = ask([offer("a", chain=0, capacity_steps=9)], asked(used))

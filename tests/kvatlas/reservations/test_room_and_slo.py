@@ -1,4 +1,4 @@
-"""Limits: which workers have room, what misses the SLO, and how that changes the choice; in the store and in process."""
+"""Limits: which workers have room, which would miss the SLO, and how that changes the choice; in the store and in process."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ async def report(reservations: Reservations, **loads: Load) -> None:
 async def evaluate(
     reservations: Reservations, *each: Limit, extra_us: float = 100_000.0, **limits: float
 ) -> Evaluation:
-    """Evaluate offers to workers a, b, ...: each one is dearer than the one before."""
+    """Evaluate offers to workers a, b, ..., each more expensive than the one before."""
     offers = [offer(chr(ord("a") + i), extra_us=i * extra_us) for i in range(len(each))]
     made = replace(Limits(each, 1_000), **limits)  # type: ignore[arg-type]
     return await reservations.evaluate(POOL, Ask(offers, limits=made))
@@ -43,7 +43,7 @@ async def test_bookings_of_all_routers_take_slots(reservations: Reservations) ->
 
 
 async def test_a_worker_whose_free_kv_is_too_small_for_the_prompt_is_left_out(reservations: Reservations) -> None:
-    await report(reservations, a=Load(0, 500, 0, 2_000), b=Load())  # what waits there needs its KV first
+    await report(reservations, a=Load(0, 500, 0, 2_000), b=Load())  # requests waiting there need their KV first
     for kv_tokens, chosen in [(0, 0), (3_500, 0), (3_499, 1)]:
         found = await evaluate(reservations, Limit(0, kv_tokens), Limit(0, 9_000))
         assert (found.chosen, found.by_offer[0].over) == (chosen, Over.KV if chosen else 0)
@@ -79,7 +79,7 @@ async def test_missing_the_slo_costs_or_leaves_out(reservations: Reservations) -
 
 
 async def test_slow_tokens_miss_the_slo_too(reservations: Reservations) -> None:
-    """A running request is 5,000 us over all tokens, a KV token 5."""
+    """A running request adds 5,000 us over all tokens, a KV token 5."""
     await report(reservations, a=Load(20, 0, 0, 10_000), b=Load())
     slow = Limit(0, 0, 900_000.0)
     judged = await evaluate(reservations, slow, slow, decode_us=1_000_000.0)

@@ -1,4 +1,5 @@
-"""What ends at once is removed in slices: it counts for nothing from the first call on, and nothing of it is left."""
+"""Things that end all at once are removed in slices: from the first call on they don't count, and in the end nothing is left
+of them."""
 
 import pytest
 
@@ -38,7 +39,7 @@ async def load(reservations: RedisReservations, worker_id: str = "a") -> Load:
 
 
 async def purge(store: Store) -> int:
-    """Calls until nothing that is over is left."""
+    """Number of calls until nothing that has ended is left."""
     calls = 1
     while await call_pool(store, "leave", POOL, ["nobody"]):
         calls += 1

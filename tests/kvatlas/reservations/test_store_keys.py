@@ -1,5 +1,5 @@
-"""A pool's keys in the store: what a choice searches is no list to the server, however few workers the pool has, and nothing
-is left without an expiry once the last worker is gone."""
+"""A pool's keys in the store: the server keeps what a choice searches in no list encoding, however few workers the pool has,
+and once the last worker is gone, every key that is left has an expiry."""
 
 import pytest
 
@@ -30,7 +30,7 @@ async def encodings(store: Store) -> set[bytes]:
 
 
 async def without_expiry(store: Store) -> list[str]:
-    """The fleet's pool's keys that never expire."""
+    """Keys of the fleet's pool that never expire."""
     return [key for key in pool_keys(FLEET_POOL) if await store.client.ttl(key) == -1]
 
 
@@ -55,7 +55,7 @@ async def test_routers_leases_in_a_pool_without_workers_expire(store: Store) -> 
     assert await reservations.book(FLEET_POOL, Booking(id_of(1), "r", 1_000, asked, LEASE_US, LONGEST_US))
     await fleet.forget("w", FLEET_POOL)
     assert await without_expiry(store) == []
-    # what routers still write
+    # routers still write these
     await reservations.renew_lease(FLEET_POOL, "r", LEASE_US)
     await reservations.renew_lease(FLEET_POOL, "late", LEASE_US)
     await reservations.release(FLEET_POOL, id_of(2), Outcome.CALLED_OFF)

@@ -1,4 +1,4 @@
-"""Certificates that are renewed while connections are made."""
+"""Certificates are renewed while connections are made."""
 
 import asyncio
 import ssl
@@ -31,14 +31,14 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def days_in_use(what: str, file: Path) -> tuple[int | None, int | None, bool]:
-    """Days left of the one in use and of the one on disk, and if that one can't be used."""
+    """Days left of the certificate in use and of the one on disk, and whether the latter can't be used."""
     (state,) = [one for one in certificates_in_use() if (one["what"], one["file"]) == (what, str(file))]
     in_use, on_disk = (None if one is None else round(one) for one in (state["in_use_days"], state["on_disk_days"]))
     return in_use, on_disk, bool(state["error"])
 
 
 async def end_of_peer(port: int, trusted: ssl.SSLContext) -> str:
-    """The end of the certificate that a server shows."""
+    """The expiry date of the certificate that a server shows."""
     _, writer = await asyncio.open_connection("localhost", port, ssl=trusted)
     shown: dict[str, str] = writer.get_extra_info("ssl_object").getpeercert()
     writer.close()
@@ -72,7 +72,7 @@ async def test_an_http_server_shows_a_renewed_certificate_and_keeps_one_that_wor
 
 
 class Guard:
-    """A server that asks for a certificate, and notes the names in those it is shown."""
+    """A server that asks for certificates, and records the names in them."""
 
     def __init__(self, authority: Authority, own: IssuedFiles) -> None:
         self._context = own.server_context()
@@ -127,7 +127,7 @@ async def test_an_authority_that_is_replaced_is_the_one_that_is_trusted(tmp_path
 
 @pytest.mark.parametrize("days", [1, 9, 400, 12_000])
 def test_the_end_of_a_certificate_is_read(authority: Authority, days: int) -> None:
-    """After 2049 it is written in another form."""
+    """Dates after 2049 are written in another form."""
     text = authority.issue("localhost", days=days).certificate.read_text()
     assert round((valid_until(f"# a comment\n{text}{authority.file.read_text()}") - time.time()) / 86_400) == days
 

@@ -1,4 +1,4 @@
-"""One sender's flood is left out, and nobody else's messages."""
+"""One sender's flood is left out, but no other sender's messages."""
 
 from kvatlas.runtime.sender_quota import BURST, MOST_SENDERS, PER_S, FairShare
 

@@ -23,7 +23,7 @@ ESCAPED = "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&#34;&amp;"
 
 
 class EchoProbe:
-    """Answers with the query itself; of the model `away` it has no answer, of `wrong` it refuses."""
+    """Answers with the query itself; has no answer for the model `away`, and refuses the model `wrong`."""
 
     def __init__(self) -> None:
         self.asked: list[Query] = []

@@ -1,4 +1,4 @@
-"""The workers' rows, made of fleet records."""
+"""The workers' rows, made from fleet records."""
 
 import re
 import time

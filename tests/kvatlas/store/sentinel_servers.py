@@ -17,14 +17,14 @@ from kvatlas.embedded.server_process import ServerProcess
 from tests.eventually import until_sync
 
 NAME = "atlas"
-"""Of the primary, to the Sentinels."""
+"""The Sentinels' name for the primary."""
 PASSWORD = "of-the-servers"
 SENTINEL_PASSWORD = "of-sentinels"
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """PEM; the certificate is every server's and every client's."""
+    """PEM files; all servers and clients share the certificate."""
 
     ca: Path
     certificate: Path
@@ -66,7 +66,7 @@ class WatchedServer(ServerProcess):
             lines += ["tls-replication yes", f"tls-ca-cert-file {self._files.ca}"]
             lines += [f"tls-cert-file {self._files.certificate}", f"tls-key-file {self._files.key}"]
         file = self.data_dir / "server.conf"
-        if not file.exists():  # both kinds keep in it what they have learned
+        if not file.exists():  # both kinds keep what they have learned in it
             file.write_text("\n".join(lines) + "\n")
         return [str(file), *self._words]
 
@@ -79,19 +79,19 @@ class WatchedServer(ServerProcess):
 
 @dataclass(frozen=True, slots=True)
 class WatchedPair:
-    """Two servers, one the other's replica, and their Sentinels."""
+    """Two servers, one of them the other's replica, and their Sentinels."""
 
     servers: Sequence[WatchedServer]
     sentinels: Sequence[WatchedServer]
 
     def url(self, scheme: str = "redis+sentinel") -> str:
-        """For kvatlas: with the servers' password and the Sentinels'."""
+        """The URL for kvatlas, with the passwords of servers and Sentinels."""
         places = ",".join(f"{LOOPBACK}:{one.port}" for one in self.sentinels)
         return f"{scheme}://:{PASSWORD}@{places}/{NAME}?sentinel_password={SENTINEL_PASSWORD}"
 
     @property
     def primary(self) -> WatchedServer:
-        """As the first Sentinel that runs knows it."""
+        """The primary according to the first running Sentinel."""
         sentinel = next(one for one in self.sentinels if one.is_running)
         _, port = sentinel.command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME)
         return next(one for one in self.servers if one.port == int(port))
@@ -99,7 +99,7 @@ class WatchedPair:
 
 @contextmanager
 def watched_pair(binary: Path | None = None, files: Files | None = None) -> Iterator[WatchedPair]:
-    """The Sentinels call a server lost after one second; they have met each other, and know the replica."""
+    """A pair whose Sentinels declare a server lost after one second; they have met each other, and know the replica."""
     binary = binary or valkey_server_binary()
     common = ['save ""', f"masterauth {PASSWORD}", "maxmemory-policy noeviction", "repl-diskless-sync-delay 0"]
     with ExitStack() as stack:

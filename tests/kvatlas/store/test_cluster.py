@@ -56,14 +56,14 @@ async def store(cluster: StoreCluster) -> AsyncIterator[Store]:
 
 
 async def primary_and_other(cluster: StoreCluster) -> tuple[EmbeddedServer, EmbeddedServer]:
-    """The primary that has the keys' slot, and one that has not."""
+    """The primary that has the keys' slot, and one that doesn't."""
     has_it = await cluster.primary_of(SLOT)
     assert has_it is not None
     return has_it, next(node for node in await cluster.primaries() if node is not has_it)
 
 
 async def put(store: Store, text: str) -> None:
-    """Once more if the cluster is just changing, as the indexer does."""
+    """Put the block, twice if the cluster is just changing, as the indexer does."""
 
     async def is_put() -> bool:
         try:
@@ -143,7 +143,7 @@ async def test_a_primary_that_evicts_keys_is_refused_by_its_name(cluster: StoreC
 
 
 async def reads_at(cluster: StoreCluster, node: EmbeddedServer) -> int:
-    """How many reading calls it has answered."""
+    """Number of read calls that the node has answered."""
     found = await cluster.command(node, "INFO", "commandstats")
     return int(found.get("cmdstat_fcall_ro", {}).get("calls", 0))
 
@@ -157,7 +157,7 @@ async def test_replicas_are_read_while_they_hear_from_their_primary(cluster: Sto
         replica = await cluster.replica_of(primary)
 
         async def is_read_at(node: EmbeddedServer) -> bool:
-            await put(store, "text")  # a primary that is silent is not heard
+            await put(store, "text")  # nothing is heard of a silent primary
             before = await reads_at(cluster, node)
             return await read(store) == [b"text", b"text"] and await reads_at(cluster, node) > before
 

@@ -1,4 +1,4 @@
-"""Whether the store is far away."""
+"""Finds out whether the store is far away."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ async def test_a_near_store_is_near_for_a_busy_router(busy_loop: None, valkey_ur
 def test_an_answer_within_two_turns_of_the_event_loop_says_nothing(
     recent: tuple[float, ...], round_trip_s: float
 ) -> None:
-    """A busy loop's own time would hide how far the store is."""
+    """Otherwise a busy loop's own time would count as the store's distance."""
     distance = StoreDistance()
     for seconds in recent:
         distance.record(seconds)
@@ -73,7 +73,7 @@ def test_an_answer_within_two_turns_of_the_event_loop_says_nothing(
 async def test_without_descriptors_it_measures_nothing_and_goes_on_later(valkey_url: str) -> None:
     async with connected_store(valkey_url, wait=False) as store:
         distance = Counted(store, every_s=0.01)
-        await asyncio.gather(*(store_time_us(store) for _ in range(3)))  # connections for what follows
+        await asyncio.gather(*(store_time_us(store) for _ in range(3)))  # opens the connections for the calls below
         with no_descriptors_left():
             distance.start()
             for _ in range(3):

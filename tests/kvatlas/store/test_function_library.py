@@ -1,4 +1,4 @@
-"""Function libraries: what they are made of, and what happens if the server does not have them."""
+"""Function libraries: what they consist of, and what happens if the server does not have them."""
 
 import re
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def library(tmp_path: Path) -> FunctionLibrary:
 
 def test_shared_files_come_first_and_then_one_file_a_command(library: FunctionLibrary) -> None:
     first, tag, *rest = filter(None, library.code.splitlines())
-    rest = rest[rest.index("local _shared") :]  # behind the file that bounds arguments
+    rest = rest[rest.index("local _shared") :]  # after the file that bounds arguments
     assert first == f"#!lua name={library.name}"
     assert tag == f"local TAG = '{library.name.removeprefix('kvatlas_test')}'"
     assert rest[:4] == ["local _shared", "do", "local ANSWER = 'shared'", "_shared = { ANSWER = ANSWER }"]
@@ -90,7 +90,7 @@ async def test_a_user_who_may_not_load_gets_one_clear_line(
 
 
 async def test_versions_live_side_by_side(store: Store, library: FunctionLibrary, tmp_path: Path) -> None:
-    """Whichever starts last: names say which code is meant."""
+    """Whichever starts last, names say which code is meant."""
     newer = _newer(library, tmp_path)
     assert newer.name != library.name
     for _ in range(2):
@@ -111,14 +111,14 @@ async def test_a_library_is_unmarked_once_no_process_calls_it(
     assert 0 < await store.client.ttl(mark_key(library.name)) <= USED_FOR_S
     await store.client.delete(mark_key(library.name))  # as after USED_FOR_S
     await store.client.function_load("#!lua name=kvatlas_test\nredis.register_function('f', function() end)")
-    assert await read_unmarked(store, ["kvatlas_test"]) == [library.name]  # and none without a tag
+    assert await read_unmarked(store, ["kvatlas_test"]) == [library.name]  # but none without a tag
     await store.delete_library(library.name)
     await store.delete_library(library.name)
     assert library.name not in await store.list_libraries()
 
 
 def _newer(library: FunctionLibrary, folder: Path) -> FunctionLibrary:
-    """The library after a change of its code."""
+    """The library after a change to its code."""
     newer = folder / "newer"
     newer.mkdir()
     for file in folder.glob("*.lua"):

@@ -1,4 +1,4 @@
-"""Whatever a caller passes to a function of the store: its work, its answer and its memory stay bounded."""
+"""Whatever a caller passes to a function of the store, its work, its answer and its memory stay bounded."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ FUNCTIONS = [
 KEYS = ["kva:{x}:hash", "kva:{x}:zset", "kva:{x}:set", "kva:{x}:list", "kva:{x}:string", "kva:{x}:absent"]
 FIELDS = 20_000
 MOST_COMMANDS = 4_000
-"""That one call sends."""
+"""The limit for one call."""
 MOST_ANSWER_BYTES = 1 << 20
 MOST_GROWTH_BYTES = 16 << 20
 
@@ -56,8 +56,8 @@ rows = st.recursive(
 )
 bombs = st.sampled_from(
     [
-        b"\xdd\xff\xff\xff\xff",  # an array of four billion, of which nothing comes
-        b"\x91" * 60_000,  # one in one in one...
+        b"\xdd\xff\xff\xff\xff",  # an array of four billion elements, none of which follows
+        b"\x91" * 60_000,  # an array in an array in an array...
         msgpack.packb(list(range(60_000))),
         msgpack.packb([[]] * 60_000),
         msgpack.packb([1.0, [], [[0.0] * 13] * 9, [b"", 0, 0, 0, 0, 0] * 10_000, 0, 0, [], [], 0, 0]),
@@ -78,7 +78,7 @@ calls = st.one_of(
 
 @pytest.fixture(scope="module", params=["valkey", "redis8", "debian"])
 def store(request: pytest.FixtureRequest) -> Iterator[Redis]:
-    """A server with the functions, and keys of every type with many members, in copies."""
+    """A server with the functions, and copies of keys of every type with many members."""
     binary = Path("/usr/bin/redis-server") if request.param == "debian" else None
     if request.param == "redis8":
         binary = request.getfixturevalue("redis8_binary")
@@ -98,7 +98,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Redis]:
 
 
 def restore(store: Redis) -> None:
-    """The keys as they were; the last one is absent."""
+    """Restore the keys; the last one stays absent."""
     if changed := store.keys("kva:*"):
         store.delete(*changed)
     for key in KEYS[:-1]:
@@ -106,7 +106,7 @@ def restore(store: Redis) -> None:
 
 
 def changes_of(store: Redis) -> int:
-    """Writes so far."""
+    """Number of writes so far."""
     return int(store.info("persistence")["rdb_changes_since_last_save"])
 
 

@@ -1,4 +1,4 @@
-"""Calls to the store that go on behind their callers."""
+"""Calls to the store that continue after their callers have given up."""
 
 import asyncio
 import gc

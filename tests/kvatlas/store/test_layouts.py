@@ -1,4 +1,4 @@
-"""A store's layouts: which answers, what a further one takes over, and what is left after one is deleted."""
+"""A store's layouts: which one answers, what a second one takes over, and what is left after one is deleted."""
 
 from collections.abc import AsyncIterator
 

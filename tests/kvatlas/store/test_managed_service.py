@@ -1,4 +1,4 @@
-"""A store like those that cloud providers run: it refuses the commands that configure a server."""
+"""A store as run by cloud providers refuses the commands that configure a server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ REFUSED = (
     "SHUTDOWN",
     "SYNC",
 )
-"""Those of ElastiCache and Memorystore, as their documents list them."""
+"""The commands that ElastiCache and Memorystore refuse according to their documentation."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Many calls at a time over few connections: whose answer is whose, and what becomes of the others when one goes wrong."""
+"""Many concurrent calls over few connections: each gets its own answer, even if others go wrong."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -150,5 +150,5 @@ async def test_nothing_that_is_closed_keeps_a_caller_waiting(store: Store) -> No
     ],
 )
 def test_commands_are_packed_as_hiredis_packs_them(command: tuple[Any, ...]) -> None:
-    for _ in range(2):  # the keys of the second one are known
+    for _ in range(2):  # the second time, its keys are known
         assert pack(command) == pack_command(command)

@@ -1,4 +1,4 @@
-"""A store whose primary Sentinel chooses: real servers and Sentinels, and one that dies."""
+"""A store whose primary is chosen by Sentinel: real servers and Sentinels, one of which dies."""
 
 import shutil
 from collections.abc import Iterator
@@ -38,12 +38,12 @@ def pair() -> Iterator[WatchedPair]:
 def is_replica(server: WatchedServer) -> bool:
     try:
         return bool(server.command("INFO")["role"] == "slave")
-    except RedisError:  # Sentinel closes all connections of a server that it makes a replica
+    except RedisError:  # Sentinel closes all connections to a server that it makes a replica
         return False
 
 
 async def adds_again(access: RedisAccess, pair: WatchedPair) -> None:
-    """Calls are answered by the primary that follows one that died."""
+    """Wait until calls are answered by the primary that replaces the dead one."""
     async with connected_store(access, wait=False) as store:
         await store.load_functions(LIBRARY)
         assert await store.fcall("add", ["count"], [1]) == 1

@@ -13,7 +13,7 @@ from kvatlas.telemetry import metric_export
 
 @pytest.fixture
 def span_exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """The finished spans of one test; the global tracer provider can be set only once a process."""
+    """The finished spans of one test; the global tracer provider can be set only once per process."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

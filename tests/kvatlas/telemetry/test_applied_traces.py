@@ -1,4 +1,4 @@
-"""Which workers get the trace of an applied batch."""
+"""The workers that get the trace of an applied batch."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ START = Position(77, 100)
 
 
 async def test_a_batch_without_an_engine_event_becomes_no_workers_trace(span_exporter: InMemorySpanExporter) -> None:
-    """A checkpoint or a snapshot has no engine batch behind it; a trace of it would lead a decision nowhere."""
+    """No engine batch is behind a checkpoint or a snapshot, so its trace would lead nowhere."""
     index = MemoryIndex()
     applied: list[Mapping[str, str]] = []
 

@@ -1,4 +1,4 @@
-"""Distributions of plain integers: what is counted where, and that every exporter gets the same of it."""
+"""Distributions of plain integers: where values are counted, and that every exporter gets the same counts."""
 
 import math
 from dataclasses import dataclass, field
@@ -111,7 +111,7 @@ def test_prometheus_and_otlp_get_the_same_values(monkeypatch: pytest.MonkeyPatch
         for sample in family.samples
     }
     assert samples["kvatlas_test_seen_total", None, None] == 12
-    encoded = encode_metrics(data)  # as it goes over the wire
+    encoded = encode_metrics(data)  # as sent over the wire
     points = {
         point.attributes[0].value.string_value: point
         for resource_metrics in encoded.resource_metrics

@@ -1,4 +1,4 @@
-"""Durations by attributes that are known only when something happens."""
+"""Durations by attributes that become known only when something happens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of instruments is complete, and no series is in it twice."""
+"""The table of instruments is complete, and has no series twice."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CONVENTIONS = ("gen_ai.", "db.client.", "http.server.", "messaging.")
-"""OpenTelemetry's names for what all kinds of systems do."""
+"""OpenTelemetry's conventional names for all kinds of systems."""
 
 
 def test_every_instrument_has_one_description_and_a_unit() -> None:

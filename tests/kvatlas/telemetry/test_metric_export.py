@@ -1,4 +1,4 @@
-"""Metrics are read from plain integers when a reader asks."""
+"""Metrics are read from plain integers when a reader asks for them."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Counters:
 
 @pytest.fixture(autouse=True)
 def test_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of instruments of these tests' own."""
+    """A group of instruments for these tests."""
     monkeypatch.setitem(
         INSTRUMENTS,
         "test",

@@ -1,4 +1,4 @@
-"""Decisions about new traces before their spans."""
+"""Decisions about new traces before they have spans."""
 
 from collections import Counter
 from threading import Thread
@@ -24,7 +24,7 @@ from kvatlas.telemetry.root_sampler import decide_roots_first
 
 
 class CountingSampler(Sampler):
-    """Takes every third new trace: whoever asks twice gets another answer."""
+    """Takes every third new trace, so asking twice gives a different answer."""
 
     def __init__(self, otherwise: Decision = Decision.DROP) -> None:
         self.asked: list[int] = []

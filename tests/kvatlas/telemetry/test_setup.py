@@ -1,4 +1,4 @@
-"""What the OTEL_* variables switch on. Providers are global to a process, so a real set-up runs in a child process."""
+"""The effects of the OTEL_* variables. Providers are global to a process, so a real set-up runs in a child process."""
 
 import os
 import re

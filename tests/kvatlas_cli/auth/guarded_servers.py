@@ -55,20 +55,20 @@ class GuardedServers:
         return (self.folder / f"{user}.redis-url").read_text().strip()
 
     def flags(self, user: str) -> dict[str, Any]:
-        """Settings of a process that is this user of both, or of the one that knows it."""
+        """Settings of a process that is this user of both servers, or of the one that knows the user."""
         files = {f"{kind}_url_file": self.folder / f"{user}.{kind}-url" for kind in ("nats", "redis")}
         return {name: file for name, file in files.items() if file.exists()}
 
     @asynccontextmanager
     async def connected(self, user: str) -> AsyncIterator[tuple[Client, list[str]]]:
-        """A connection as this user, and what the server refused it."""
+        """A connection as this user, and the server's refusals."""
         async with connected(NatsAccess(self.nats_url(user))) as opened:
             yield opened
 
 
 @asynccontextmanager
 async def connected(access: NatsAccess) -> AsyncIterator[tuple[Client, list[str]]]:
-    """A connection, and what the server refused it."""
+    """A connection, and the server's refusals."""
     refused: list[str] = []
 
     async def note(error: Exception) -> None:
@@ -84,7 +84,7 @@ async def connected(access: NatsAccess) -> AsyncIterator[tuple[Client, list[str]
 
 @contextmanager
 def guarded_servers(folder: Path, publishers: str = PUBLISHERS) -> Iterator[GuardedServers]:
-    """Both servers; the store's default user may do everything, because the server is asked as that one if it is ready."""
+    """Both servers; the store's default user may do everything, because readiness is checked as that user."""
     folder.mkdir(exist_ok=True)
     (folder / "fleet.toml").write_text(publishers)
     out = folder / "auth"
@@ -96,7 +96,7 @@ def guarded_servers(folder: Path, publishers: str = PUBLISHERS) -> Iterator[Guar
         NatsProcess(config=(out / "nats-users.conf").read_text()) as nats,
         ValkeyProcess(settings={"aclfile": str(acl)}) as store,
     ):
-        # run again it keeps the secrets, and writes where the servers are now
+        # when run again, it keeps the secrets, and writes where the servers are now
         write("nats", "--out", str(out), "--publishers", str(folder / "fleet.toml"), "--nats-url", nats.url)
         write("redis", "--out", str(out), "--redis-url", store.url)
         yield GuardedServers(out, nats, store)

@@ -28,7 +28,7 @@ USER = {**UNLIMITED, "pub": {"allow": [alive_subject("w")]}, "sub": {"allow": [A
 
 
 class Signer:
-    """An NKey, and what it signs."""
+    """An NKey that signs JWTs."""
 
     def __init__(self, prefix: int) -> None:
         self.seed: bytes = nkeys.encode_seed(os.urandom(32), prefix)
@@ -36,7 +36,7 @@ class Signer:
         self.name: str = self._pair.public_key.decode()
 
     def sign(self, subject: str, kind: str, claims: dict[str, Any]) -> str:
-        """A JWT about the subject."""
+        """A signed JWT about the subject."""
         now_s = int(time.time())
         body = {"iss": self.name, "sub": subject, "name": kind, "iat": now_s, "jti": os.urandom(8).hex()}
         body["nats"] = {**claims, "type": kind, "version": 2}
@@ -49,7 +49,7 @@ def _encode(part: bytes) -> str:
 
 
 def write_credentials(file: Path, account: Signer) -> Path:
-    """As `nsc generate creds` writes them."""
+    """Write credentials in the format of `nsc generate creds`."""
     user = Signer(nkeys.PREFIX_BYTE_USER)
     token = account.sign(user.name, "user", USER)
     file.write_text(

@@ -1,4 +1,4 @@
-"""Each user of NATS in a real server: it speaks for its own workers, reads its own answers, and nothing else."""
+"""Each NATS user on a real server can speak for its own workers and read its own answers, and nothing else."""
 
 import json
 from collections.abc import Iterator
@@ -261,7 +261,7 @@ def test_a_router_may_only_ask_about_the_stream_and_read_it() -> None:
 
 
 def test_identities_without_a_limit_are_those_that_earlier_versions_read(tmp_path: Path) -> None:
-    """A part that is rolled back refuses a field that it does not know."""
+    """A component that is rolled back refuses a field that it does not know."""
     file, out = tmp_path / "fleet.toml", tmp_path / "out"
     file.write_text('[publishers.a]\nworkers = ["a"]\n[publishers.b]\nworkers = ["b"]\nblocks = 5\n')
     assert main.run(["auth", "nats", "--out", str(out), "--publishers", str(file)]) == 0

@@ -1,5 +1,5 @@
-"""Every command that a server knows, as each user of `kvatlas auth redis`: what parts of kvatlas send is allowed, the rest is
-not.
+"""Tries every command that a server knows as each user of `kvatlas auth redis`: those that components of kvatlas send are
+allowed, all others are not.
 """
 
 import re
@@ -85,19 +85,19 @@ WITHOUT_KEYS = {
     "auditor": CONNECT | DOCTOR,
 }
 ALWAYS = {"auth", "hello", "quit", "reset"}
-"""Before it checks a user a server may allow these."""
+"""A server may allow these before it checks a user."""
 
 
 def commands_of(entries: Iterable[Any]) -> Iterator[tuple[str, int]]:
-    """Each command and subcommand in an answer to COMMAND, with how many words it takes at least."""
+    """Each command and subcommand in an answer to COMMAND, with its minimum number of words."""
     for entry in entries:
         yield entry[0].decode().lower(), abs(entry[1])
         yield from commands_of(entry[9] if len(entry) > 9 else ())
 
 
 def allowed(store: GuardedStore, user: str, key: str) -> set[str]:
-    """What the server says this user may call on the key, among all its commands. It knows no call of a group of commands,
-    such as CONFIG."""
+    """The commands that this user may call on the key, according to the server. A group of commands, such as CONFIG, can't be
+    called."""
     with Redis.from_url(store.server.url) as client:
         client.response_callbacks.clear()
         commands = dict(commands_of(client.execute_command("COMMAND")))
@@ -120,7 +120,7 @@ def test_of_all_commands_a_user_may_call_what_it_needs(
 ) -> None:
     for name, key in KEYS.items():
         may = allowed(guarded_store, user, key)
-        may = {command for command in may - ALWAYS if not command.startswith("command|")}  # they say what COMMAND says
+        may = {command for command in may - ALWAYS if not command.startswith("command|")}  # they answer like COMMAND
         assert may == (table[name] | WITHOUT_KEYS[user]) - ALWAYS, name
 
 

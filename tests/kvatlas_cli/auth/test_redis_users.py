@@ -1,4 +1,4 @@
-"""Each user of the store in real servers: what it may call, and what it may not, inside functions too."""
+"""What each user of the store may and may not call on real servers, inside functions too."""
 
 import shutil
 import subprocess
@@ -149,7 +149,7 @@ def test_the_acl_file_has_no_password(servers: GuardedServers) -> None:
 
 @pytest.fixture(scope="module")
 def tls_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Path]]]:
-    """The port of Debian's redis-server with TLS that asks for certificates, and the files."""
+    """The port of Debian's redis-server, which uses TLS and asks for certificates, and the files."""
     if (
         not DEBIAN.exists()
         or b"BUILD_TLS" in subprocess.run([DEBIAN, "--version"], capture_output=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Publisher, indexer, router, doctor and audit, each as its own user, on servers that know no other user."""
+"""Publisher, indexer, router, doctor and audit, each as its own user, on servers that have no other users."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""`kvatlas audit` of a small installation: a replica, publishers, servers; then with a damaged index."""
+"""`kvatlas audit` of a small installation (a replica, publishers, servers), and then of one with a damaged index."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`kvatlas calibrate` reads a result of vLLM's benchmark as it reads rows."""
+"""`kvatlas calibrate` reads a result of vLLM's benchmark just as it reads rows."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ def test_each_residency_is_one_json_line(cli: Cli, fleet_store_url: str) -> None
     expected.add(("w2", "cpu_dram", f"{unpack_hashes(CHAIN)[0]:016x}"))
     assert {(line["worker"], line["tier"], line["sequence_hash"]) for line in lines} == expected
     assert {(line["bytes"], line["pinned"]) for line in lines} == {(1024, False)}
-    assert all(line["age_ms"] > 1_000_000 for line in lines)  # the fleet heard them last in 1970
+    assert all(line["age_ms"] > 1_000_000 for line in lines)  # the fleet last heard them in 1970
     assert {line["tenant_id"] for line in lines} == {"default"} and {line["adapter_id"] for line in lines} == {None}
 
 

@@ -1,4 +1,4 @@
-"""`kvatlas top` in a terminal of its own."""
+"""`kvatlas top` in its own terminal."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`kvatlas up --engine`: the settings of the publishers of engines that are discovered."""
+"""`kvatlas up --engine`: the settings of publishers for discovered engines."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_block_size_is_learned_from_events_if_there_are_any(
     events: bool, given: dict[str, str], block_size: int | None, tmp_path: Path
 ) -> None:
-    """The engine's flag is another number with context parallelism."""
+    """With context parallelism, the engine's flag has a different number."""
     async with running_engine(block_size=8, events=events) as (addresses, _):
         flags = {"engine_url": addresses.base_url, "worker_id": "w", **given}
         [settings] = await discover_sidecars(flags, {}, tmp_path)

@@ -1,4 +1,4 @@
-"""`kvatlas usage`, over a replayed trace of requests: its sums are what was answered, and what the index held."""
+"""`kvatlas usage` over a replayed trace of requests: its sums equal what was answered and what the index held."""
 
 import asyncio
 import csv
@@ -32,7 +32,8 @@ SCOPES = [Scope("m", "m", None, "acme"), Scope("m", "m", "sql", "acme"), Scope("
 
 
 async def replay(url: str) -> dict[User, AnswerUse]:
-    """Route some requests by two routers, each answered as if some tokens were cached. What was answered, by user."""
+    """Route some requests through two routers, each answered as if some tokens were cached. Returns what was answered, by
+    user."""
     random, answered = Random(7), defaultdict[User, AnswerUse](AnswerUse)
     endpoint = EngineEndpoint(
         id="w", kind=EngineKind.VLLM, base_url="http://w:8000", model_id="m", tokenizer_id="m", block_size=4
@@ -88,7 +89,7 @@ def test_sums_are_those_of_the_answers_and_of_the_index(valkey_url: str, cli: Cl
     ],
 )
 def test_no_name_is_a_formula_of_a_spreadsheet_or_a_line(name: str, written: str) -> None:
-    """Anyone who sends a cache salt names a tenant, where salts are tenants."""
+    """If salts are tenants, anyone who sends a cache salt names a tenant."""
     rows = [UsageRow(Scope(name, "t", name, name), name), UsageRow(Scope("m", "t", None, "acme"), "a=b")]
     dangerous, harmless = csv.DictReader(io.StringIO(to_csv(rows)))
     columns = ("model", "tenant", "adapter", "program")
@@ -138,7 +139,7 @@ async def test_a_report_that_is_sent_twice_is_counted_once(valkey_url: str) -> N
 
 
 def ask(cli: Cli, url: str, *flags: str) -> str:
-    """What the command prints."""
+    """The command's output."""
     done = cli("usage", "--redis-url", url, *flags)
     assert done.code == 0, done.err
     return done.out

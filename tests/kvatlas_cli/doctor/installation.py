@@ -1,4 +1,4 @@
-"""A small installation of its own: servers, replicas, simulated engines with their publishers."""
+"""A small separate installation: servers, replicas, and simulated engines with their publishers."""
 
 import sys
 import time
@@ -109,7 +109,7 @@ class Installation:
 
     @asynccontextmanager
     async def worker(self, worker_id: str, **changed: Any) -> AsyncIterator[str]:
-        """Run a simulated engine and its publisher until the indexers know it; the engine's URL."""
+        """Run a simulated engine and its publisher; yields the engine's URL once the indexers know it."""
         async with running_engine() as (addresses, _), anyio.create_task_group() as tasks:
             settings = PublishSettings.load(
                 nats_url=self.nats.url,
@@ -146,7 +146,7 @@ async def running_installation() -> AsyncIterator[Installation]:
 
 
 async def run_doctor(installation: Installation, *flags: str) -> tuple[int, str]:
-    """Run the command: exit code and stdout."""
+    """Run the command, and return its exit code and stdout."""
     words = ["doctor", "--nats-url", installation.nats.url, "--redis-url", installation.valkey.url, *flags]
     done = await anyio.run_process([sys.executable, "-m", "kvatlas_cli.main", *words], check=False, env=environment())
     assert not done.stderr

@@ -1,6 +1,7 @@
-"""Every link from an engine's flags to a router's answer, broken on running processes: the doctor names the cause and the cure.
+"""Each link from an engine's flags to a router's answer is broken on running processes; the doctor names the cause and the
+cure.
 
-One fleet has a sidecar for each of the settings that can be wrong, beside two sound ones.
+One fleet has a sidecar for each setting that can be wrong, and two sound ones.
 """
 
 import json
@@ -45,7 +46,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Link:
-    """One broken link: the worker, the check that finds it, and what is said of it."""
+    """One broken link: the worker, the check that finds it, and the finding's text."""
 
     worker: str
     check: str
@@ -94,7 +95,7 @@ def unused_port() -> int:
 
 @dataclass
 class BrokenFleet:
-    """`other_nats`: where a publisher is, and no indexer. `page`: its status page."""
+    """`other_nats`: a server with a publisher but no indexer. `page`: that publisher's status page."""
 
     installation: Installation
     other_nats: str
@@ -107,7 +108,7 @@ class BrokenFleet:
         return self.found
 
     def missing(self) -> list[Link]:
-        """Links of which nothing is found."""
+        """Links for which nothing is found."""
         return [link for link in LINKS if not any(_is_of(one, link) for one in self.found)]
 
 
@@ -191,7 +192,7 @@ async def fleet() -> AsyncIterator[BrokenFleet]:
 
 
 async def _send_requests(*engines: tuple[httpx.AsyncClient, str]) -> None:
-    """Each engine computes something new again and again, so that it has events to tell."""
+    """Each engine keeps computing something new, so that it has events to publish."""
     for first in range(0, 1 << 20, 100):
         for client, model in engines:
             body = {"model": model, "prompt": list(range(first % 30_000, first % 30_000 + 41)), "max_tokens": 2}
@@ -200,7 +201,7 @@ async def _send_requests(*engines: tuple[httpx.AsyncClient, str]) -> None:
 
 
 async def _send_heartbeats(installation: Installation) -> None:
-    """Of a worker whose clock is wrong, and of one of another version."""
+    """Send heartbeats of a worker whose clock is wrong, and of one with another version."""
     while True:
         await installation.send_heartbeat("clock", endpoint=endpoint("clock"), sent_us=now_us() + 90_500_000)
         await installation.send_heartbeat("old", endpoint=endpoint("old"), version="0.0.1")

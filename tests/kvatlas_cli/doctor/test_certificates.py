@@ -1,4 +1,4 @@
-"""Certificates of our processes, as the doctor shows them."""
+"""The doctor's findings about our processes' certificates."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whose clock is wrong, by the times that indexers write."""
+"""Finds whose clock is wrong from the times that indexers write."""
 
 from kvatlas.fleet.records import Liveness
 from kvatlas.predictions.accuracy import AnswerReport

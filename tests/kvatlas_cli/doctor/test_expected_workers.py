@@ -1,4 +1,4 @@
-"""Which workers should be there, by a file and by the pods of a Kubernetes API."""
+"""The expected workers, from a file and from the pods in a Kubernetes API."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kvatlas doctor --request`: one prompt, followed to what each worker holds of it."""
+"""`kvatlas doctor --request` follows one prompt to what each worker holds of it."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Routers' counts of answers: faults found, and their expiry."""
+"""Routers' counts of answers: the faults found in them, and their expiry."""
 
 import pytest
 
@@ -49,7 +49,7 @@ async def test_a_stalled_worker_is_named_with_the_routers_that_found_it(installa
 
 
 def test_a_request_that_is_lost_counts_once_however_often_it_was_tried() -> None:
-    """A router tries a request several times, and may find a worker in the end. A library alone has only its choices."""
+    """A router tries a request several times, and may find a worker in the end. A library on its own has only its choices."""
     for requests, refused, no_workers, line in (
         (100, 2, 15, "no engine took 2 requests"),
         (100, 0, 15, ""),

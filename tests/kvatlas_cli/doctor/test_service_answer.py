@@ -1,4 +1,4 @@
-"""The first question: would a request be served well now?"""
+"""The doctor's first answer: whether a request would be served well now."""
 
 from kvatlas.fleet.records import EngineState, Liveness, Role
 from kvatlas_cli.doctor.finding import Finding, Level
@@ -34,7 +34,7 @@ def test_a_worker_that_is_left_out_is_named_with_the_reason() -> None:
 
 
 def test_by_load_only_if_all_are_silent() -> None:
-    """As routers have it: they believe no silence of all."""
+    """Like routers, which don't believe that all workers are silent at once."""
     lost = [fleet_record(id, liveness=Liveness.LOST) for id in ("w1", "w2")]
     found = answer(lost, unusable={"w1": SILENT})
     assert found.level is Level.WARNING and "By load only, because no engine's heartbeat arrives" in found.line

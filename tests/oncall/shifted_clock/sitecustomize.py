@@ -1,4 +1,5 @@
-"""Python imports it at start from PYTHONPATH: the clock of the process is wrong. Its timers, which are monotonic, are not."""
+"""Python imports this from PYTHONPATH at startup. It makes the process's clock wrong, but not its timers, which are
+monotonic."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Blocks by their names in an engine."""
+"""Finds blocks by their names in an engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st

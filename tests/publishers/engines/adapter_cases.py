@@ -1,5 +1,5 @@
-"""The engine adapters and what each is tested with. A new adapter is one file in `publishers/engines`, its recordings, and a
-line here: `test_conformance.py` says what it must do.
+"""The engine adapters, and the data with which each is tested. A new adapter is one file in `publishers/engines`, its
+recordings, and a line here; `test_conformance.py` defines what it must do.
 """
 
 import random
@@ -24,8 +24,8 @@ Decode = Callable[[bytes], EngineBatch]
 
 @dataclass(frozen=True)
 class AdapterCase:
-    """`decoder()` makes one for a new engine process; what it returns raises EngineEventError alone. `payloads` are what the
-    engine sent, in order; `blocks`: how many are announced at the end."""
+    """`decoder()` makes a decoder for a new engine process, which raises only EngineEventError. `payloads`: what the engine
+    sent, in order; `blocks`: number of blocks announced at the end."""
 
     name: str
     decoder: Callable[[], Decode]
@@ -101,7 +101,7 @@ def cases() -> Sequence[AdapterCase]:
     found = []
     for file in FILES:
         one = read_recording(file)
-        settings: dict[str, object] = {"adapter_ids": {"1": "1", "2": "2"}}  # vLLM 0.11 tells no adapters' names
+        settings: dict[str, object] = {"adapter_ids": {"1": "1", "2": "2"}}  # vLLM 0.11 does not report adapters' names
         payloads = [payload for _, payload in one.batches]
         found.append(AdapterCase(one.name, _zmq(one.kind), payloads, len(one.expected_usable), settings))
     drained = AdapterCase("tensorrt_llm", _drained, _trtllm_answers(), 40, {"set_semantics": True})
@@ -112,7 +112,7 @@ def cases() -> Sequence[AdapterCase]:
 
 
 def _sized() -> Decode:
-    """The router protocol tells no block size: the publisher's settings do."""
+    """The router protocol has no block size; it comes from the publisher's settings."""
 
     def decode(payload: bytes) -> EngineBatch:
         batch = decode_batch(EngineKind.OPEN, payload)

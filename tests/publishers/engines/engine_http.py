@@ -13,8 +13,8 @@ from tests.certificates import IssuedFiles
 
 @dataclass
 class EngineHttp:
-    """What it answers now: (status, body) by path; others are 404. Those of `late` it does not answer yet. `key`: without it
-    every call is refused."""
+    """Its current answers: (status, body) by path; other paths get a 404. Paths in `late` are not answered yet. `key`: calls
+    without it are refused."""
 
     server: ThreadingHTTPServer
     pages: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class EngineHttp:
 
 @contextmanager
 def engine_http(files: IssuedFiles | None = None) -> Iterator[EngineHttp]:
-    """`files`: over TLS, with this certificate."""
+    """`files`: serve over TLS, with this certificate."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -44,7 +44,7 @@ def engine_http(files: IssuedFiles | None = None) -> Iterator[EngineHttp]:
                 status, body = 401, ""
             self.send_response(status)
             self.end_headers()
-            with suppress(ConnectionError):  # whoever asked has had enough
+            with suppress(ConnectionError):  # the client gave up
                 self.wfile.write(body.encode())
 
         def log_message(self, *_: Any) -> None: ...

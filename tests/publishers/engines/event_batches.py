@@ -1,4 +1,4 @@
-"""Batches of events as engines pack them, decoded."""
+"""Decoded batches of events as engines pack them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an engine sends that speaks the open event forms: prompts that share heads, evicted leaf first, some by way of DRAM."""
+"""Events of an engine that speaks the open event forms: prompts that share heads, evicted leaf first, some by way of DRAM."""
 
 import json
 import random
@@ -14,7 +14,7 @@ KEPT = 40
 
 
 class OpenTraffic:
-    """`batches`: the payloads, JSON and msgpack in turn. At the end KEPT blocks are held."""
+    """`batches`: the payloads, JSON and msgpack in turn. At the end, KEPT blocks are held."""
 
     def __init__(self, *, numbered: bool, seed: int = 7) -> None:
         self._rng = random.Random(seed)

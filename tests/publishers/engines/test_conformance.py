@@ -1,4 +1,4 @@
-"""What any engine adapter must do, whatever its engine: see `adapter_cases`."""
+"""The requirements for every engine adapter, whatever its engine: see `adapter_cases`."""
 
 import random
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_a_decoder_reads_the_same_twice(case: AdapterCase) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_of_stored_events_that_were_lost_nothing_more_is_announced(case: AdapterCase, seed: int) -> None:
-    """Whoever hears less of what an engine stored claims less: never a block that it does not hold."""
+    """A publisher that hears less of what an engine stored claims less, and never a block that the engine does not hold."""
     decode, rng, whole, partial = case.decoder(), random.Random(seed), case.ledger(), case.ledger()
     less = False
     for payload in case.payloads:

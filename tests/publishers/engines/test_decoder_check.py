@@ -1,4 +1,4 @@
-"""Which engine wrote a batch: from recordings of both."""
+"""Recognizes which engine wrote a batch, with recordings of both."""
 
 import msgpack
 import pytest

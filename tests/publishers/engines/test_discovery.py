@@ -1,4 +1,4 @@
-"""What running engines offer, asked over HTTP."""
+"""Discovers over HTTP what running engines offer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which connector an engine says that it has."""
+"""The connector that an engine reports."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Bytes a token from models' configurations, in the numbers that their engines report."""
+"""Bytes per token from models' configurations equal what their engines report."""
 
 import json
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_bytes_a_token_follow_from_the_geometry(config: dict[str, Any], dtype: s
         ({**LLAMA_8B, "num_hidden_layers": None}, "num_hidden_layers is None; expected a number from 1"),
         ({**LLAMA_8B, "num_hidden_layers": -3}, "num_hidden_layers is -3"),
         ({**LLAMA_8B, "hidden_size": 1 << 40}, "hidden_size is"),
-        ({**LLAMA_8B, "num_hidden_layers": 1 << 31}, "bytes of KV cache a token; expected 1 to"),
-        ({**LLAMA_8B, "layer_types": ["mamba"]}, "0 bytes of KV cache a token"),
+        ({**LLAMA_8B, "num_hidden_layers": 1 << 31}, "bytes of KV cache per token; expected 1 to"),
+        ({**LLAMA_8B, "layer_types": ["mamba"]}, "0 bytes of KV cache per token"),
         ({**LLAMA_8B, "torch_dtype": "int4"}, "data type 'int4'"),
     ],
 )

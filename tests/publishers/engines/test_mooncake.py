@@ -1,4 +1,4 @@
-"""Mooncake's master's events: golden bytes as its publisher packs them, and what can't be tied to a prompt."""
+"""Events of Mooncake's master: golden bytes as its publisher packs them, and objects that can't be tied to a prompt."""
 
 from typing import Any
 

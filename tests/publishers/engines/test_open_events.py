@@ -1,4 +1,4 @@
-"""The open event forms: what docs/events.md says of them, its examples and its schema."""
+"""The open event forms as docs/events.md describes them, with its examples and its schema."""
 
 import json
 import re
@@ -30,7 +30,7 @@ INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 
 
 def decode(batch: Any) -> EngineBatch:
-    """JSON and msgpack say the same, as far as msgpack has the integers."""
+    """Decode the batch from JSON and from msgpack, which must agree as far as msgpack has the integers."""
     decoded = decode_batch(EngineKind.OPEN, json.dumps(batch).encode())
     with suppress(OverflowError):
         assert decode_batch(EngineKind.OPEN, msgpack.packb(batch)) == decoded

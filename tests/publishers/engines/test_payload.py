@@ -1,4 +1,4 @@
-"""Wire facts of the engines' feeds."""
+"""Properties of the engines' wire formats."""
 
 import hashlib
 import struct
@@ -315,7 +315,7 @@ REMAINING = bytes.fromhex(
     "93cb3ff80000000000009185a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573930b0c0da66d656469756da3"
     "475055a967726f75705f69647800b572656d61696e696e675f636f70795f636f756e74739301000000"
 )
-"""As proposed for versions of vLLM after 0.33: of the first block one copy is left."""
+"""As proposed for versions of vLLM after 0.33: one copy of the first block is left."""
 
 
 def test_a_removal_with_counts_takes_only_blocks_of_which_no_copy_is_left() -> None:

@@ -67,7 +67,7 @@ async def test_a_health_page_that_waits_behind_a_prompt_takes_no_engine_down(
     poller = make_poller(engine)
     engine.late = {"/health"}
     await poller.poll_once()
-    assert poller.state.value == "down"  # it never was up
+    assert poller.state.value == "down"  # it has never been up
     engine.late = set()
     await poller.poll_once()
     engine.late = {"/health"}
@@ -86,7 +86,7 @@ async def test_a_health_page_that_waits_behind_a_prompt_takes_no_engine_down(
     [("sglang:swa_token_usage", 1), ("sglang:mamba_available_tokens", 1), ("sglang:token_usage", 0)],
 )
 async def test_metrics_of_another_cache_show_a_hybrid_model(engine: EngineHttp, metric: str, calls: int) -> None:
-    """SGLang has these on every page, at 0 where the model has no such attention."""
+    """SGLang has these on every page, at 0 if the model has no such attention."""
     found: list[None] = []
     context = LoadContext("w", EngineKind.SGLANG)
     poller = EnginePoller(

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's records as engine events, and what the ledger makes of them."""
+"""TensorRT-LLM's records become engine events, and then the ledger's blocks."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ PROMPT = list(range(1, 4 * BLOCK + 1))
 
 
 class Reader:
-    """A decoder and a ledger that take all that an engine gives away."""
+    """A decoder and a ledger that take everything that an engine returns."""
 
     def __init__(self, **settings: Any) -> None:
         self.ledger = Ledger(LedgerSettings("m", "m", set_semantics=True, **settings))
@@ -32,7 +32,7 @@ class Reader:
 
     @property
     def held(self) -> set[tuple[str, int]]:
-        """(tier, sequence hash) of what is announced."""
+        """(tier, sequence hash) of the announced blocks."""
         return {(tier.label, value) for _, tier, _, value in self.ledger.announced()}
 
 
@@ -85,7 +85,7 @@ def test_a_block_moves_between_levels_and_a_removal_takes_it_from_where_it_is() 
     engine.put({"type": "updated", "block_hash": names[0], "cache_level": None, "priority": None})
     reader.take(engine)
     assert ("hbm", chain(PROMPT)[0]) in reader.held and ("cpu_dram", chain(PROMPT)[0]) not in reader.held
-    engine.store(PROMPT[:BLOCK])  # heard again: it is in the engine's tree once
+    engine.store(PROMPT[:BLOCK])  # reported again: it is in the engine's tree once
     engine.remove(names[0])
     reader.take(engine)
     assert not reader.held
@@ -97,7 +97,7 @@ def test_what_an_adapter_or_an_untold_salt_computed_is_left_out(told: bool) -> N
     adapted = engine.store(PROMPT, adapter=True)
     engine.store([7] * BLOCK, adapted[3], adapter=True)
     engine.store(PROMPT, adapter=True, salt="s", tell_salt=told)
-    engine.store([5] * BLOCK, salt="s", tell_salt=told)  # of one salted block alone nothing can be known
+    engine.store([5] * BLOCK, salt="s", tell_salt=told)  # nothing can be known from a single salted block
     reader.take(engine)
     assert not reader.held and len(reader.refused) == 4
     engine.store(PROMPT, salt="s", tell_salt=told)

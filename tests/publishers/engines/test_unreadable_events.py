@@ -1,4 +1,4 @@
-"""What becomes of events and payloads that can't be decoded."""
+"""The handling of events and payloads that can't be decoded."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_the_blocks_that_an_unreadable_event_names_are_dropped_from_all_tiers(ki
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("event", [{"no": "type"}, 7, ["BlocksMoved", "GPU"]])
 def test_an_unknown_event_that_names_no_blocks_may_have_removed_any(kind: EngineKind, event: Any) -> None:
-    """What came before it in its batch, a removal among it, counts all the same."""
+    """Earlier events of its batch, including a removal, count all the same."""
     decoded = batch(stored(), event, stored(block_hashes=[7, 8]), kind=kind)
     assert not decoded.lost and decoded.unknown_at == 1
     assert [one.hashes for one in decoded.events] == [[1, 2], [7, 8]]
@@ -129,7 +129,7 @@ def test_a_payload_above_the_limit_is_refused_with_its_size() -> None:
 
 
 def test_a_leaf_of_a_million_tokens_is_removed_in_one_event() -> None:
-    """SGLang with pages of one token, and hashes of nine bytes each."""
+    """As SGLang does with pages of one token; hashes take nine bytes each."""
     names = [-(1 << 62) - at for at in range(1_000_000)]
     decoded = batch({"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}, kind=EngineKind.SGLANG)
     assert decoded.events == [EngineRemoved(names)]

@@ -1,4 +1,4 @@
-"""Engines whose events don't say all that they hold."""
+"""Engines whose events don't report everything that they hold."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Versions whose events don't say what the engine holds are named, until the engine is another one."""
+"""Versions whose events don't show what the engine holds are diagnosed until the engine is replaced."""
 
 from kvatlas_publishers.diagnoses import Diagnoses
 from kvatlas_publishers.ledger.counters import LedgerCounters

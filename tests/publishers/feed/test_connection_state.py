@@ -1,4 +1,4 @@
-"""What the connection to the event socket means for the feed. Times are made up."""
+"""The effects of the event socket's connection on the feed. Times are made up."""
 
 import pytest
 
@@ -10,14 +10,14 @@ SILENCE_S = 2.0
 def next_task(
     state: ConnectionState, now_s: float, *, message: bool = False, engine_up: bool = False, takes_s: float = 0.0
 ) -> Task:
-    """The next task, done after `takes_s`."""
+    """The next task, which is finished after `takes_s`."""
     task = state.next_task(now_s, message=message, engine_up=engine_up)
     state.finish(task, now_s + takes_s)
     return task
 
 
 def connected() -> ConnectionState:
-    """Connected at 0, and probed for what was sent before."""
+    """Connected at 0, and probed for earlier batches."""
     state = ConnectionState(SILENCE_S, 0.0)
     state.record_connect()
     assert next_task(state, 0.0) is Task.PROBE

@@ -23,7 +23,7 @@ def payloads(first: int, last: int, process: int = 0) -> list[Batch]:
 
 
 def at(last: int, *, can_replay: bool = True) -> Continuity:
-    """A feed taken from 0 up to `last`."""
+    """The continuity of a feed taken from 0 up to `last`."""
     feed = Continuity(can_replay=can_replay)
     for seq, payload in payloads(0, last):
         assert feed.offer(seq, payload) == Step(take=[(seq, payload)])
@@ -60,7 +60,7 @@ def test_a_gap_is_filled_from_the_replay_of_the_same_process() -> None:
     assert not step.empty and not step.take and step.ask_from == 0
     step = feed.take_replay(payloads(0, 11), True)
     assert not step.empty and step.take == payloads(6, 11)
-    assert feed.offer(10, b"0:10") == Step()  # the feed brings it too
+    assert feed.offer(10, b"0:10") == Step()  # the feed delivers it too
 
 
 def test_a_replay_starts_at_the_last_few_seqs_taken() -> None:
@@ -79,7 +79,7 @@ def test_a_gap_may_be_filled_without_the_end_marker() -> None:
     [
         (payloads(5, 6) + payloads(8, 8), True),  # a gap
         (payloads(5, 6) + payloads(8, 8), False),
-        (payloads(5, 6), False),  # does not reach what came
+        (payloads(5, 6), False),  # does not reach the received message
         (payloads(7, 8), False),  # nor what is held
         ([], False),
     ],
@@ -94,7 +94,7 @@ def test_an_incomplete_replay_is_asked_again_and_given_up_after_a_few_tries(
         step = feed.take_replay(answers, complete)
         taken += step.take
         assert not step.empty and step.ask_from == 0
-    assert taken == [one for one in answers if one[0] == 6]  # what came in order is kept
+    assert taken == [one for one in answers if one[0] == 6]  # batches in order are kept
     step = feed.take_replay(answers, complete)
     assert step.empty and step.take[-1] == (8, b"0:8") and step.why
     assert (feed.counters.gaps_filled, feed.counters.replays_failed) == (0, REPLAY_TRIES)
@@ -124,7 +124,7 @@ def test_an_engine_with_an_empty_replay_buffer_is_followed_all_the_same() -> Non
 
 @pytest.mark.parametrize("answers", [payloads(5, 6), payloads(5, 9)])
 def test_a_message_that_a_complete_replay_does_not_have_is_not_the_engines(answers: list[Batch]) -> None:
-    """A foreign message, or a queued one of an earlier process: replay was asked after it came."""
+    """It is a foreign message, or a queued one of an earlier process: replay was requested after it arrived."""
     feed = at(5)
     feed.offer(8, b"another's")
     step = feed.take_replay(answers, True)
@@ -286,7 +286,7 @@ def test_remembered_payloads_are_bounded() -> None:
 
 @dataclass
 class Engine:
-    """A seq that starts at 0 in each process, a buffer of the last batches."""
+    """An engine whose seq starts at 0 in each process, with a buffer of the last batches."""
 
     process: int = 0
     sent: list[Batch] = field(default_factory=list)
@@ -304,7 +304,7 @@ class Engine:
 @settings(max_examples=300, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(10, 120))
 def test_held_batches_are_always_an_unbroken_part_of_one_process(chance: random.Random, moves: int) -> None:
-    """After a complete probe, what is held is the end of what the engine sent, without a gap."""
+    """After a complete probe, the held batches are the last ones that the engine sent, without a gap."""
     engine, feed = Engine(), Continuity()
     held: list[Batch] = []
     queue: list[Batch] = []
@@ -343,7 +343,7 @@ def test_held_batches_are_always_an_unbroken_part_of_one_process(chance: random.
         do(feed.offer(*queue.pop(0)), 0.0)
     do(feed.probe(), 0.0)
     if engine.sent:
-        # The last few payloads are compared, so they are of this process; what is older than its buffer can't be.
+        # The last few payloads are compared, so they are from this process; those older than its buffer can't be compared.
         compared = held[-min(COMPARED_PAYLOADS, engine.buffer) :]
         assert held[-1] == engine.sent[-1]
         assert all(batch in engine.sent for batch in compared)

@@ -1,4 +1,4 @@
-"""A publisher of an engine whose events are read over HTTP, each once: a real server, real NATS."""
+"""A publisher of an engine whose events are read over HTTP, each only once, with a real server and a real NATS."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager

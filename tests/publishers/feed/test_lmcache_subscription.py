@@ -1,4 +1,4 @@
-"""What LMCache's multiprocess server holds, in the ledger of an engine that is attached to it: real sockets."""
+"""The blocks of LMCache's multiprocess server get into an attached engine's ledger, over real sockets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +38,7 @@ class Subscriber:
 
     @property
     def in_cpu(self) -> int:
-        """How many blocks are announced in the CPU tier."""
+        """Number of blocks announced in the CPU tier."""
         return len({value for _, tier, _, value in self.ledger.announced() if tier is Tier.CPU_DRAM})
 
     async def holds(self, blocks: int) -> None:
@@ -54,7 +54,7 @@ async def subscribed(endpoint: str, ledger: Ledger | None = None) -> AsyncIterat
         tasks.start_soon(subscription.run, context)
         found = Subscriber(subscription, own)
         if ledger is None:
-            found.engine_stores([1] * SIZE)  # its block size is known by that
+            found.engine_stores([1] * SIZE)  # this shows its block size
         yield found
         tasks.cancel_scope.cancel()
     context.destroy(linger=0)
@@ -71,7 +71,7 @@ async def test_chunks_are_held_as_the_engines_blocks_and_gone_when_they_are_evic
     async with LMCacheServer() as server, subscribed(server.endpoint) as one:
         await server.store(b"a", PROMPT[:CHUNK])
         await server.store(b"b", PROMPT[CHUNK:], b"a")
-        await server.store(b"a", PROMPT[:CHUNK])  # told again: it is there once
+        await server.store(b"a", PROMPT[:CHUNK])  # reported again: it is there once
         await server.store(b"x", PROMPT[:CHUNK], model="other")
         await one.holds(8)
         await server.evict(b"b", b"unknown")

@@ -1,4 +1,4 @@
-"""Batches of the open event forms: whose they are, their order, their loads, and the engine's end."""
+"""Batches of the open event forms: their engine, their order, their loads, and the engine's shutdown."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ MakePublisher = Callable[..., Awaitable[Publisher]]
 
 @pytest.fixture
 async def publisher(nats_client: Client) -> AsyncIterator[MakePublisher]:
-    """Makes publishers that publish nothing: what their ledgers announce is looked at."""
+    """Makes publishers that publish nothing; tests look at their ledgers."""
     async with AsyncExitStack() as stack:
 
         async def make(**fields: Any) -> Publisher:
@@ -110,7 +110,7 @@ async def test_a_source_whose_numbers_never_follow_is_ignored_for_a_while_and_no
 ) -> None:
     one = await publisher()
     batches = OpenBatches(one)
-    for at in range(40):  # two engines that count each for themselves
+    for at in range(40):  # two engines, each with its own count
         batches.take({"events": [stored(at % 2 * 100 + at, (at, LOCAL[0]))], "shutdown": False})
     assert announced(one) == set()
     assert one.counters.feed_unheard > 20

@@ -1,4 +1,4 @@
-"""Digests of payloads, beside a dictionary of them."""
+"""Digests of payloads, compared with a dictionary of them."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Receiving from a ZMQ socket: what waits, what comes, and nothing."""
+"""Receives waiting messages, new messages, and none from a ZMQ socket."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 @contextmanager
 def pair() -> Iterator[tuple["zmq.Socket[bytes]", Receiver]]:
-    """A socket to send on, and the receiver of what is sent."""
+    """A socket to send on, and the receiver of its messages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sender, socket = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     sender.bind("inproc://pair")
@@ -37,7 +37,7 @@ async def test_messages_that_wait_are_received_in_order_without_a_task_switch() 
 
 async def test_a_message_ends_the_wait_for_it() -> None:
     with pair() as (sender, receiver), anyio.fail_after(60):
-        for number in range(3):  # the descriptor tells of each message behind an empty queue
+        for number in range(3):  # after an empty queue, the descriptor reports each message
             async with anyio.create_task_group() as tasks:
                 received: list[list[bytes] | None] = []
 

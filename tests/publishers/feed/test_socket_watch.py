@@ -1,4 +1,4 @@
-"""What is suspected of an event socket, and what is not. Times are made up."""
+"""What an event socket is suspected of, and what not. Times are made up."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kvatlas_publishers.feed.socket_watch import FOREIGN_S, SocketWatch
 
 @pytest.fixture
 def watch() -> SocketWatch:
-    """Connected, and asked for what was sent before."""
+    """A watch that is connected, and has asked replay for earlier batches."""
     watch = SocketWatch("tcp://events:1", "tcp://replay:2", "kv")
     watch.record_connect()
     watch.record_replay(complete=True, answered=True, late_batches=100)

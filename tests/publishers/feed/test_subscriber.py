@@ -1,4 +1,4 @@
-"""The feed: what replay brings back, whose turn it is, and a feed that stays away."""
+"""The feed: what replay returns, when other tasks get a turn, and a feed that stays away."""
 
 import json
 from collections import Counter
@@ -116,7 +116,7 @@ def open_feed(
 
 
 async def test_other_tasks_have_their_turn_while_messages_wait() -> None:
-    """Else what was taken is never ledger_of, and heartbeats and acknowledgements wait."""
+    """Otherwise the batches would never be folded, and heartbeats and acknowledgements would wait."""
     _, payloads = recording("vllm-0.33.0")
     turns = 0
     taken_in: list[int] = []
@@ -162,7 +162,7 @@ async def test_a_feed_that_stays_away_while_the_engine_is_up_drops_everything_he
 async def test_an_engine_that_lists_another_port_after_its_restart_is_followed(
     nats_client: Client, nats_url: str, kind: EngineKind, recorded: str
 ) -> None:
-    """As with tcp://*:0."""
+    """For example, an engine with tcp://*:0."""
     _, payloads = recording(recorded)
     with engine_http() as http:
 

@@ -1,4 +1,4 @@
-"""Whose an undecodable payload was, and how often everything held is dropped for one."""
+"""Who sent an undecodable payload, and how often all held blocks are dropped because of one."""
 
 from kvatlas_publishers.feed.undecodable import Distrust, UndecodableQueue
 

@@ -1,4 +1,4 @@
-"""Every socket of ours works on IPv6 as on IPv4: each is opened on ::1."""
+"""All our sockets work on IPv6 as on IPv4: each is opened on ::1."""
 
 import socket
 
@@ -90,6 +90,6 @@ async def test_a_simulated_engine_serves_on_ipv6() -> None:
 
 
 def test_the_machine_has_ipv6() -> None:
-    """Else the tests above show nothing."""
+    """Otherwise the tests above prove nothing."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
         probe.bind(("::1", 0))

@@ -1,4 +1,4 @@
-"""The verdict on how much of what an engine reports is published, and its text for every reason and engine."""
+"""The verdict on the published share of an engine's reports, and its text for every reason and engine."""
 
 import pytest
 

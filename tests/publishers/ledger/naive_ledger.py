@@ -1,4 +1,4 @@
-"""What a ledger must announce, computed from scratch each time: the reference for its tests.
+"""Computes from scratch, each time, what a ledger must announce: the reference for its tests.
 
 Slow and plain: reference counts, unlimited lineages, closure over everything. And `FoldedIndex`, which folds index events as
 an index would, and refuses any that changes nothing, or leaves a residency that is not prefix-closed or marks that are not
@@ -97,14 +97,14 @@ class NaiveLedger:
         return {(tier, group, name) for (name, tier, group), count in self.counts.items() if count}
 
     def is_reachable(self, name: EngineHash) -> bool:
-        """Is the hash held in some tier, and every hash that leads to it?"""
+        """True if the hash is held in some tier, as is every hash that leads to it."""
         groups = {tier: [g for (t, g) in self.named if t is tier and self.is_full(g)] for tier in Tier}
         held = any(groups[tier] and all(self.counts[name, tier, group] for group in groups[tier]) for tier in Tier)
         parent = self.parents[name]
         return held and (parent is None or self.is_reachable(parent))
 
     def usable(self) -> dict[Key, set[Tier]]:
-        """Every block that is held with all its ancestors, with the tiers it is held in, thinned."""
+        """Every block that is held with all its ancestors, and the tiers in which it is held, thinned."""
         held: dict[Key, set[Tier]] = {}
         path: dict[Key, list[bytes]] = {}
         for name, (scope_id, chain) in self.chains.items():
@@ -125,7 +125,7 @@ class NaiveLedger:
     def marks(self) -> set[Key]:
         """The usable blocks at which a prompt can be resumed; without groups besides full attention, none.
 
-        A hit is in the device tier, or goes on in the others from the end of the longest hit in the device tier above it.
+        A hit is in the device tier, or continues in the others from the end of the longest hit in the device tier above it.
         """
         groups = {
             index: Group(str(kind), window, self.block_size, chunk=2 * self.block_size)
@@ -142,7 +142,7 @@ class NaiveLedger:
             path[scope_id, chain[-1]] = chain
             parent = self.parents[name]
             if parent is not None and not self.is_reachable(parent):
-                continue  # the engine looks for the block under another hash
+                continue  # the engine looks the block up under another hash
             for index in groups:
                 for tier in Tier:
                     if self.counts[name, tier, index]:
@@ -174,7 +174,7 @@ class NaiveLedger:
 
 @dataclass
 class FoldedIndex:
-    """What an index holds after the events so far. `before` and `index_of` are of announced blocks."""
+    """The content of an index after the events so far. `before` and `index_of`: for announced blocks."""
 
     granularity: int = 1
     held: dict[Key, set[Tier]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class FoldedIndex:
     heads: dict[Key, int] = field(default_factory=dict)
 
     def check_heads(self) -> None:
-        """Each head has a bit for each mark of its segment, and no other."""
+        """Check that each head has a bit for each mark of its segment, and no others."""
         expected: dict[Key, int] = {}
         for scope_id, block in self.marks:
             index = self.index_of[scope_id, block]
@@ -197,7 +197,7 @@ class FoldedIndex:
         assert self.heads == expected
 
     def take_marks(self, event: Marked | Unmarked | Heads) -> None:
-        """A change of marks, in a snapshot too."""
+        """Apply a change of marks, in a snapshot too."""
         keys = [(event.scope_id, event.hashes[at : at + 8]) for at in range(0, len(event.hashes), 8)]
         if isinstance(event, Marked):
             assert self.marks.isdisjoint(keys) and set(keys) <= self.held.keys(), f"{event} marks what is not held"
@@ -213,7 +213,7 @@ class FoldedIndex:
                     self.heads[key] = bits
 
     def fold(self, events: Sequence[IndexEvent]) -> None:
-        """One batch's events. Checked after every single hash, because a batch may be cut into messages anywhere."""
+        """Apply one batch's events. Checks after every single hash, because a batch may be split into messages anywhere."""
         began_with = set(self.held)
         changes: list[tuple[Key, bool]] = []
         for i, event in enumerate(events):
@@ -238,7 +238,7 @@ class FoldedIndex:
         assert phases == sorted(phases), f"added, lost, removals, stores: {phases} {events}"
 
     def chunk(self, chunk: SnapshotChunk) -> None:
-        """A part of a snapshot: their order is free, so no closure before the end."""
+        """Apply a part of a snapshot. Parts come in any order, so there is no closure before the end."""
         self._stored(Stored(chunk.scope_id, chunk.tier, chunk.hashes, chunk.parent, chunk.first_index), closed=False)
 
     def _stored(self, event: Stored, *, closed: bool = True) -> list[Key]:

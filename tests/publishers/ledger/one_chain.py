@@ -1,4 +1,4 @@
-"""One chain of six blocks, as an engine stores it and as the ledger announces it."""
+"""A chain of six blocks, as an engine stores it and as the ledger announces it."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def ledger(**settings: Any) -> Ledger:
 
 
 def store(names: list[Any], parent: Any = None, first: int = 0, **fields: Any) -> EngineStored:
-    """Blocks of the one chain, from block `first` on."""
+    """An event that stores blocks of the chain, from block `first` on."""
     tokens = fields.pop("token_ids", TOKENS[2 * first : 2 * (first + len(names))])
     return EngineStored(names, parent, tokens, fields.pop("block_size", 2), **fields)
 

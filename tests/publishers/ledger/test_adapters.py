@@ -1,4 +1,4 @@
-"""Adapters that the engine tells by an id of its own."""
+"""Adapters that the engine reports only by its own id."""
 
 from kvatlas.identity import Scope
 from kvatlas_publishers.engine_events import EngineRemoved

@@ -1,4 +1,4 @@
-"""Blocks of a chain are one record for as long as they have all in common."""
+"""Blocks of a chain share a record as long as they have everything in common."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How many bytes a block has, by scope and tier, whoever says it first: one number for index, heartbeats and prices."""
+"""A block's size in bytes, by scope and tier, whatever its source: index, heartbeats and prices use the same number."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def of_ledger(told: int, block_bytes: int = 0) -> Ledger:
 
 
 def test_what_heartbeats_say_is_what_the_index_has_by_whatever_way_the_size_is_known() -> None:
-    """Prices are made of the one, export and sums of the other."""
+    """Prices use the former, export and totals the latter."""
     from_event, from_flag, from_metrics = of_ledger(4096), of_ledger(0, block_bytes=4096), of_ledger(0)
     from_metrics.set_told_block_bytes(4096)
     for ledger in (from_event, from_flag, from_metrics):
@@ -82,7 +82,7 @@ def test_the_bytes_of_an_offloaded_block_of_another_size_are_not_those_of_the_en
 
 
 class CountingBlockBytes(BlockBytes):
-    """Counts how often a scope's sizes are worked out."""
+    """Counts how often a scope's sizes are computed."""
 
     reads = 0
 

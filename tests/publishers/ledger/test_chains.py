@@ -1,4 +1,4 @@
-"""Blocks told by local hashes instead of token ids: of the own chain, and of external ones."""
+"""Blocks reported with local hashes instead of token ids, of our own chain and of external ones."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def with_local_hashes(event: EngineEvent) -> EngineEvent:
 
 
 def external(event: EngineEvent, parents: dict[EngineHash, EngineHash | None]) -> EngineEvent:
-    """The same, without tokens; further copies have the parent that their block had at first."""
+    """The event without tokens; further copies have the parent that their block had at first."""
     if not isinstance(event, EngineStored):
         return event
     before = event.parent
@@ -45,7 +45,7 @@ def test_local_hashes_say_what_tokens_say_also_across_a_save(seed: int) -> None:
     for at, payload in enumerate(OpenTraffic(numbered=False, seed=seed).batches):
         batch = decode_batch(EngineKind.OPEN, payload)
         told = replace(batch, events=[with_local_hashes(event) for event in batch.events])
-        told_by_hashes.fold(by_hashes.fold(told))  # in another order, after a save
+        told_by_hashes.fold(by_hashes.fold(told))  # in a different order, after a save
         told_by_tokens.fold(by_tokens.fold(batch))
         assert told_by_hashes == told_by_tokens
         if at % 40 == 39:

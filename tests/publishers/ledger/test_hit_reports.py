@@ -1,4 +1,4 @@
-"""Events that may report hits: no copy is claimed that may be none, and few are left out that are real."""
+"""Events that may report hits: no doubtful copy is claimed, and few real ones are left out."""
 
 from dataclasses import replace
 from random import Random
@@ -27,7 +27,7 @@ from tests.publishers.ledger.one_chain import TOKENS, fold, ledger, store
 
 
 def prefix(count: int, names: list[int] | None = None, **fields: Any) -> EngineStored:
-    """The first blocks of the chain: hits of a request, or new copies."""
+    """The chain's first blocks: a request's hits, or new copies."""
     event = store(list(range(1, count + 1)), maybe_again=True, **fields)
     return event if names is None else replace(event, hashes=names)
 
@@ -99,7 +99,7 @@ def test_of_a_window_only_the_last_reported_block_is_held() -> None:
 
 
 def test_an_event_without_a_whole_window_held_is_of_new_copies() -> None:
-    """A request whose window is gone is computed again, although all blocks of full attention are held."""
+    """The prompt of a request whose window is gone is computed again, although all blocks of full attention are held."""
     one = started()
     full: dict[str, Any] = {"group": 0, "kind": AttentionKind.FULL}
     window: dict[str, Any] = {"group": 1, "kind": AttentionKind.SLIDING_WINDOW, "window_tokens": 4}
@@ -110,7 +110,7 @@ def test_an_event_without_a_whole_window_held_is_of_new_copies() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_mixture_of_reports_comes_nothing_is_claimed_that_is_gone(seed: int) -> None:
-    """An engine that caches prefixes of one chain, in copies, whose requests read the cache or don't."""
+    """The engine caches copies of one chain's prefixes, and its requests may read the cache or not."""
     chance, one = Random(seed), started()
     copies = [0] * 6
     for _ in range(300):
@@ -141,7 +141,7 @@ def test_whatever_mixture_of_reports_comes_nothing_is_claimed_that_is_gone(seed:
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=25)
 def test_batches_that_are_folded_together_end_as_each_by_itself(random: Random) -> None:
-    """What is usable is settled at the end of a fold only."""
+    """Usable residency is settled only at the end of a fold."""
     _, payloads = recording("vllm-0.33.0-bytes")
     batches = [decode_batch(EngineKind.VLLM, payload).events for payload in payloads]
     together, alone = (Ledger(LedgerSettings("m", "m", adapter_ids={"1": "1", "2": "2"})) for _ in range(2))

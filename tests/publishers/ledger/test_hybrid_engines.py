@@ -1,4 +1,4 @@
-"""What the ledger learns of an engine's groups, and what it does when that changes."""
+"""The ledger learns an engine's groups, and reacts when they change."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_with_lookahead_hashes_eagle_drops_nothing() -> None:
 
 
 def test_blocks_with_other_tokens_behind_them_are_other_blocks() -> None:
-    """A prompt that forks at a block's end finds only what the engine has with the prompt's next token."""
+    """A prompt that forks at a block's end finds only blocks that the engine stored with the prompt's next token."""
     one = ledger(eagle=True)
     [stored] = fold(one, store([1], kind=FULL, lookahead_tokens=1, lookahead=(7,)))
     fold(one, store([2], kind=FULL, lookahead_tokens=1, lookahead=(8,)))

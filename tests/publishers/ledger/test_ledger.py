@@ -1,4 +1,4 @@
-"""The ledger's rules, one by one; what its hashes stand for: `test_resolver.py`."""
+"""The ledger's rules, one by one. For the meaning of its hashes, see `test_resolver.py`."""
 
 import gc
 from typing import Any
@@ -109,7 +109,7 @@ def test_granularity_announces_every_gth_block_with_the_announced_block_before()
     one = ledger(granularity=2)
     assert fold(one, store([1, 2, 3, 4, 5])) == [Stored(SCOPE_ID, Tier.HBM, hashes(1, 2) + hashes(3, 4), None, 1)]
     assert fold(one, store([6], 5, 5)) == [Stored(SCOPE_ID, Tier.HBM, hashes(5, 6), hashes(3, 4), 5)]
-    assert fold(one, EngineRemoved([5])) == [Removed(SCOPE_ID, Tier.HBM, hashes(5, 6))]  # withdrawn behind it
+    assert fold(one, EngineRemoved([5])) == [Removed(SCOPE_ID, Tier.HBM, hashes(5, 6))]  # withdrawn after it
 
 
 def test_removals_of_unknown_hashes_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The ledger against a reference that computes everything from scratch, over random engines."""
+"""The ledger compared with a reference that computes everything from scratch, over random engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 
 BLOCK_SIZE = 2
 
-# A small world, so that chains meet: blocks of a path are index apart by one digit each.
+# A small world, so that chains meet. A path has a digit for each block.
 paths = st.tuples(st.integers(1, 5), st.sampled_from([0, 0, 0, 0, 1, 2, 4])).map(
     lambda drawn: tuple(drawn[1] >> i & 1 for i in range(drawn[0]))
 )
@@ -48,7 +48,7 @@ MODELS: dict[str, list[GroupOf]] = {
 
 
 def engine_hash(space: tuple[str | None, str | None], path: tuple[int, ...], variant: int) -> EngineHash:
-    """Bytes for some and integers for others; `variant` is hashed by the engine and left out of its events."""
+    """Bytes for some spaces and integers for others; the engine hashes `variant`, but leaves it out of its events."""
     text = repr((space, path, variant)).encode()
     return hash(text) if variant else text
 
@@ -134,7 +134,7 @@ def check(
 
 
 def snapshot_of(ledger: Ledger, granularity: int, index: FoldedIndex) -> FoldedIndex:
-    """The index after a snapshot; it knows the places of the blocks of `index`."""
+    """The index after a snapshot, with the places of the blocks of `index`."""
     snapshot = FoldedIndex(granularity, before=index.before, index_of=index.index_of)
     for chunk in ledger.snapshot():
         snapshot.chunk(chunk)

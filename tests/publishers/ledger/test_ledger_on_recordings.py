@@ -12,7 +12,7 @@ from tests.publishers.ledger.naive_ledger import FoldedIndex, NaiveLedger
 from tests.publishers.recordings import FILES, Held, Recording, read_recording
 
 ADAPTER_IDS = {"1": "1", "2": "2"}
-"""vLLM 0.11 tells ids only."""
+"""vLLM 0.11 reports only ids."""
 SETTINGS = LedgerSettings("m", "t", adapter_ids=ADAPTER_IDS)
 
 
@@ -27,14 +27,15 @@ def test_there_are_seven_recordings() -> None:
 
 
 def from_its_start(settings: LedgerSettings) -> Ledger:
-    """The ledger of an engine whose events are read from the first."""
+    """The ledger of an engine whose events are read from the first one on."""
     ledger = Ledger(settings)
     ledger.fold(EngineBatch([EngineStarted()]))
     return ledger
 
 
 def assert_resident(ledger: Ledger, recording: Recording) -> None:
-    """All that the engine holds; of a window's blocks, two copies may have been reports of hits."""
+    """Check that the ledger has everything that the engine holds. Two copies of a window's blocks may have been reports of
+    hits."""
     held = set(ledger.resident())
     assert held <= recording.expected_resident
     left_out = recording.expected_resident - held
@@ -69,7 +70,7 @@ def test_the_thinned_closure_is_announced_after_every_batch(recording: Recording
         naive.fold(batch)
         if i % 8 == 0 or i == len(recording.batches) - 1:  # the reference is slow
             usable = naive.usable()
-            if reports_hits:  # a copy may be left out that may be none
+            if reports_hits:  # a doubtful copy may be left out
                 assert all(tiers <= usable.get(key, set()) for key, tiers in index.held.items())
             else:
                 assert index.held == usable
@@ -104,7 +105,7 @@ def test_set_semantics_would_lose_blocks_of_an_engine_that_counts(recording: Rec
 
 
 def test_a_router_finds_the_blocks_from_the_prompts_tokens_alone(recording: Recording) -> None:
-    """Each root run's tokens, hashed as a router does, are the sequence hashes announced for it."""
+    """The tokens of each run from a root, hashed as a router does, give the sequence hashes announced for it."""
     ledger, found = Ledger(SETTINGS), 0
     for _, payload in recording.batches:
         batch = decode_batch(recording.kind, payload)

@@ -1,4 +1,4 @@
-"""Marks kept from batch to batch equal those worked out from scratch, on random trees of blocks."""
+"""Marks that are updated batch by batch equal those computed from scratch, on random trees of blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,15 +45,15 @@ MODELS = {
 
 
 def rule_of(model: str) -> ResumptionRule:
-    """In the blocks that the index has: full attention's where windows have smaller ones, else those that all are made of."""
+    """The rule in the index's blocks: full attention's if windows have smaller ones, otherwise the unit of all blocks."""
     size = MODELS[model][0].block_size if model.startswith("smaller") else None
     return ResumptionRule.of(MODELS[model], block_size=size)
 
 
 @dataclass
 class Tree:
-    """Blocks under one root each, and what full attention holds of them, in the device tier and in others. `usable` follows
-    from that."""
+    """Blocks under one root each, and those of them that full attention holds, in the device tier and in others. `usable`
+    follows from that."""
 
     groups: tuple[AttentionGroup, ...]
     blocks: list[Stretch] = field(default_factory=list)
@@ -76,9 +76,9 @@ class Tree:
         return grown
 
     def announce(self) -> list[Stretch]:
-        """Settles what is announced; the blocks for which that changed."""
+        """Settle what is announced. Returns the blocks for which that changed."""
         changed = []
-        for block in self.blocks:  # parents stand before children
+        for block in self.blocks:  # parents come before children
             tiers = (Tier.HBM.flag if block in self.held_full else 0) | (CPU if block in self.offloaded else 0)
             usable = tiers if block.parent is None or block.parent.usable > 0 else 0
             if usable != block.usable:
@@ -87,7 +87,7 @@ class Tree:
         return changed
 
     def drop_forgotten(self, random: Random) -> None:
-        """Like the ledger, forget leaves that nobody holds."""
+        """Like the ledger, forget leaves that are not held."""
         for block in reversed(self.blocks[:]):
             held = block.held_by or block in self.held_full or block in self.offloaded
             forgotten = not (block.usable or held or block.children)
@@ -97,10 +97,10 @@ class Tree:
                 self.blocks.remove(block)
 
     def naive_marks(self, rule: ResumptionRule) -> set[Stretch]:
-        """A block is marked if it ends a hit in the device tier, or one that goes on in others from the end of the longest such
-        hit above it."""
+        """A block is marked if it ends a hit in the device tier, or one that continues in others from the end of the longest
+        such hit above it."""
         device, marked = set[Stretch](), set[Stretch]()
-        for block in self.blocks:  # parents stand before children
+        for block in self.blocks:  # parents come before children
             path = list(above(block))[::-1]
             if block.usable <= 0:
                 continue
@@ -114,7 +114,7 @@ class Tree:
 
 
 def _allow(path: list[Stretch], rule: ResumptionRule, shift: int, start: int) -> bool:
-    """Do all groups allow it, with the bits from `shift` on? Those with windows have all before `start`."""
+    """True if all groups allow it, with the bits from `shift` on. Groups with windows hold everything before `start`."""
     position = len(path) - rule.dropped
     if position <= 0 or position % rule.alignment:
         return False
@@ -150,7 +150,8 @@ def naive_heads(marked: set[Stretch]) -> dict[Stretch, int]:
 
 
 def change_something(tree: Tree, rule: ResumptionRule, random: Random) -> set[Stretch]:
-    """A batch like an engine's: chains are stored, mostly held by all groups at their end, and blocks are evicted."""
+    """Make changes like an engine's batch: chains are stored, mostly held by all groups at their end, and blocks are
+    evicted."""
     touched: set[Stretch] = set()
     for _ in range(random.randint(1, 4)):
         act = random.random()
@@ -200,7 +201,7 @@ def test_marks_and_heads_equal_a_computation_from_scratch_after_each_batch(model
 
 
 def apply(change: MarkChange, marks: set[Stretch], heads: dict[Stretch, int]) -> None:
-    """As an index would; refuses what is no change."""
+    """Apply the change as an index would; refuses anything that changes nothing."""
     assert marks.issuperset(change.unmarked)
     assert marks.isdisjoint(change.marked)
     marks.difference_update(change.unmarked)

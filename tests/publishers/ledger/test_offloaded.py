@@ -1,4 +1,4 @@
-"""What a KV connector tells of offloaded blocks: tokens, without the salt and the keys that the engine's hash covers."""
+"""A KV connector reports offloaded blocks with tokens, but without the salt and the keys that the engine's hash covers."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ def test_a_known_hash_keeps_its_block() -> None:
 
 
 def placeholder(*names: int) -> EngineStored:
-    """As vLLM's OffloadingConnector reports blocks that it stored."""
+    """An event with which vLLM's OffloadingConnector reports stored blocks."""
     return store(list(names), token_ids=[], block_size=0, tier=Tier.CPU_DRAM, offloaded=True)
 
 
 def test_a_connector_that_stores_a_block_again_was_reset_without_a_report() -> None:
-    """vLLM resets it although requests run, for which it refuses to reset the device's own cache."""
+    """vLLM resets it while requests run, although it then refuses to reset the device's own cache."""
     one = ledger()
     fold(one, store([1, 2, 3]), placeholder(1, 2), placeholder(3))
     fold(one, EngineRemoved([3, 2, 1]))
@@ -63,7 +63,7 @@ def test_an_engine_without_keys_is_believed_and_no_longer_once_it_uses_one() -> 
     one = ledger(block_size=2)
     (stored,) = fold(one, offloaded([1, 2]))
     assert stored.hashes == CHAIN[:16]
-    fold(one, store([1]))  # the engine itself says which block 1 is
+    fold(one, store([1]))  # the engine itself reports which block 1 is
     gone = fold(one, store([9], salt="acme"))
     assert Removed(stored.scope_id, Tier.CPU_DRAM, CHAIN[8:16]) in gone
     assert held(one) == {("hbm", 1), ("cpu_dram", 1), ("hbm", 9)}

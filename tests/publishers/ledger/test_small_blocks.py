@@ -1,4 +1,4 @@
-"""Windows whose blocks are smaller than those of full attention: three small ones in each block of six tokens."""
+"""Windows whose blocks are smaller than full attention's: three small ones per block of six tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,18 +19,18 @@ TOKENS = list(range(100, 136))  # six blocks of six
 
 
 def full(names: Sequence[Any], parent: Any = None, first: int = 0, tokens: Sequence[int] = TOKENS) -> EngineStored:
-    """Blocks of full attention, the `first`-th on."""
+    """Blocks of full attention, from number `first` on."""
     return EngineStored(list(names), parent, tokens[6 * first : 6 * (first + len(names))], 6, kind=FULL)
 
 
 def window(names: Sequence[Any], parent: Any = None, first: int = 0, blocks: int = 1) -> EngineStored:
-    """Small blocks out of `blocks` large ones, some of them left out."""
+    """The small blocks of `blocks` large ones, some of them left out."""
     tokens = TOKENS[6 * first : 6 * (first + blocks)]
     return EngineStored(list(names), parent, tokens, 2, group=1, kind=WINDOW, window_tokens=7)  # needs three small ones
 
 
 def marked(one: Ledger) -> set[int]:
-    """Positions, in large blocks."""
+    """The marked positions, in large blocks."""
     blocks = {
         block.sequence_hash: block.index + 1
         for namespace in one.lineage.namespaces.values()

@@ -1,5 +1,5 @@
-"""Stretches against a reference that knows single blocks only: engines with long chains in the device tier, hardly anything
-else, and stretches so short that they are joined and cut all the time."""
+"""Stretches compared with a reference that knows only single blocks: engines with long chains in the device tier and hardly
+anything else, and stretches so short that they are joined and cut all the time."""
 
 from collections.abc import Iterator
 from itertools import chain

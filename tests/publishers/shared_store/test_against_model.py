@@ -1,4 +1,4 @@
-"""What a shared store's ledger announces, after what several engines told of it: the chains that are whole in a naive model."""
+"""After several engines' notices, a shared store's ledger announces the chains that are complete in a naive model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SIZE, CHAINS, LENGTH = 2, 3, 6
 PROMPTS = [
     [number % 2, *range(100, 103), *(1_000 * number + n for n in range(LENGTH * SIZE - 4))] for number in range(CHAINS)
 ]
-"""Two begin alike, but no two blocks of one engine have one name unless they are one block."""
+"""Two begin alike, but no two different blocks of an engine share a name."""
 HASHES = [extend_chain(tokens, SIZE) for tokens in PROMPTS]
 
 writers = st.integers(0, 1)
@@ -40,7 +40,7 @@ class StoreOfTwoWriters(RuleBasedStateMachine):
         self.told_at: dict[bytes, int] = {}
 
     def name(self, writer: int, chain: int, index: int) -> bytes:
-        """Each engine has hashes of its own."""
+        """A block's name at a writer: each engine has its own hashes."""
         return bytes([writer]) + block(chain, index)
 
     def event(self, writer: int, chain: int, span: tuple[int, int], **fields: Any) -> EngineStored:
@@ -62,7 +62,7 @@ class StoreOfTwoWriters(RuleBasedStateMachine):
             self.store.fold(EngineBatch(events))
 
     def learn(self, writer: int, chain: int, span: tuple[int, int]) -> list[bytes]:
-        """The blocks of an event that the writer can tell: those it knows, and those behind one that it knows."""
+        """The blocks of an event that the writer can report: those it knows, and those after one that it knows."""
         first, last = span
         told = []
         before = first == 0 or block(chain, first - 1) in self.known[writer]
@@ -105,7 +105,7 @@ class StoreOfTwoWriters(RuleBasedStateMachine):
 
     @rule(writer=writers)
     def restart_writer(self, writer: int) -> None:
-        """What it wrote stays."""
+        """Restart a writer; its blocks stay."""
         self.writers[writer].empty()
         self.known[writer].clear()
 

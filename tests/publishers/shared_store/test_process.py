@@ -1,4 +1,4 @@
-"""The publisher of a shared store: what it believes, what it keeps over its own restart, and when it forgets."""
+"""The publisher of a shared store: what it believes, what it keeps across its own restart, and when it forgets."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -49,7 +49,7 @@ Told = Callable[..., Any]
 
 @pytest.fixture
 def told(nats_client: Client) -> Told:
-    """Tells the store as a writer's publisher does."""
+    """Sends notices to the store as a writer's publisher does."""
 
     async def tell(
         *changes: StoreChange, block_size: int = SIZE, keys: bool = False, block_bytes: int = 0, writer: str = "w1"
@@ -205,7 +205,7 @@ async def test_a_restarted_store_goes_on_with_its_blocks_at_their_age(
 async def test_what_was_cleared_does_not_come_back_with_the_saved_state(
     nats_client: Client, nats_url: str, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill: nothing is saved at the end."""
+    """As after a kill, nothing is saved at the end."""
     async with shared_store(nats_url, state_dir=tmp_path) as publisher:
         await told(chain(2))
         await holds(publisher, 2)
@@ -257,7 +257,7 @@ async def test_a_writers_publisher_tells_the_store_and_claims_nothing_itself(
 async def test_what_mooncakes_master_evicts_is_gone_before_its_time(
     nats_client: Client, nats_url: str, told: Told
 ) -> None:
-    """Its objects are named by sequence hashes; engines' publishers say which blocks these are."""
+    """Its objects are named by sequence hashes; engines' publishers report which blocks these are."""
 
     def event(kind: str, *blocks: int, **changed: Any) -> dict[str, Any]:
         hashes = [int.from_bytes(CHAIN[8 * at : 8 * at + 8], "little") for at in blocks]
@@ -278,4 +278,4 @@ async def test_what_mooncakes_master_evicts_is_gone_before_its_time(
         await holds(publisher, 3)  # nothing counts after a hole
         master.next_seq += 1
         await master.send(batch(event("stored", 3)))
-        await holds(publisher, 0)  # the master has no replay: what it evicted meanwhile is not known
+        await holds(publisher, 0)  # the master has no replay, so what it evicted meanwhile is unknown

@@ -80,7 +80,7 @@ def test_the_last_batches_before_a_new_incarnation_are_in_its_snapshot() -> None
 
 @pytest.mark.anyio
 async def test_until_the_new_incarnation_begins_the_old_one_is_told_of_every_change() -> None:
-    """It may wait for a grant: what is gone must not be claimed meanwhile."""
+    """It may wait for a grant; meanwhile, blocks that are gone must not be claimed."""
     changelog = new_changelog()
     changelog.require_incarnation(IncarnationReason.START)
     changelog.record(stored(1))

@@ -1,4 +1,4 @@
-"""A publisher answers requests, asks for grants of snapshots, and puts checkpoints into the stream."""
+"""A publisher answers requests, asks for snapshot grants, and puts checkpoints into the stream."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -66,7 +66,7 @@ async def test_status_and_digest_are_answered(nats_client: Client) -> None:
         assert digest.digest == publisher.ledger.digest.words
         assert digest.scopes is not None
         assert [(one.scope, one.digest) for one in digest.scopes] == [(SCOPE, digest.digest)]
-        assert digest.status == {"told_seq": digest.acked_seq + 1}  # the checkpoint that was put for it
+        assert digest.status == {"told_seq": digest.acked_seq + 1}  # the checkpoint put in for it
         assert publisher.counters.checkpoints == 1
         status = (await ask(nats_client, ControlRequest(op=ControlOp.STATUS))).status
         assert status is not None

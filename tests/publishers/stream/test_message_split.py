@@ -32,7 +32,7 @@ events = st.one_of(
 
 
 def blocks(flushed: list[IndexEvent], granularity: int) -> list[object]:
-    """What the events say block by block, however they are split."""
+    """The events' content block by block, however they are split."""
     out: list[object] = []
     for event in flushed:
         if not isinstance(event, (Stored, Removed)):

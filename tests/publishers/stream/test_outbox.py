@@ -30,7 +30,8 @@ def chunk(*numbers: int) -> SnapshotChunk:
 
 @dataclass
 class Receiver:
-    """The fence of the index: a higher incarnation only with its snapshot's begin, else only seq = last + 1."""
+    """The index's fence: it accepts a higher incarnation only with the begin of its snapshot, and otherwise only seq = last +
+    1."""
 
     incarnation: int = 0
     seq: int = -1
@@ -48,7 +49,7 @@ class Receiver:
 
 @dataclass
 class Bus:
-    """What is on its way: copies that may still reach the stream, and acknowledgements that may still come back."""
+    """Messages in flight: copies that may still reach the stream, and acknowledgements that may still come back."""
 
     rng: random.Random
     faulty: bool = True

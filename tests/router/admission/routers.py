@@ -1,4 +1,4 @@
-"""Routers that share reservations, whose requests run on workers for a while."""
+"""Routers that share reservations and whose requests run on workers for a while."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -41,7 +41,7 @@ class Pool:
     """Routers that see only workers that asked for a pause."""
 
     async def report(self) -> None:
-        """Report the workers as idle: what is booked on them counts."""
+        """Report the workers as idle, so only bookings count as load."""
         reports = {worker: WorkerReport(1, LoadReport(Load(), covers=False)) for worker in self.workers}
         await self.reservations.report(POOL, reports)
 
@@ -53,7 +53,7 @@ class Pool:
 
 
 class Router:
-    """One router's queue before a pool."""
+    """One router's queue in front of a pool."""
 
     def __init__(self, pool: Pool, name: str, settings: QueueSettings) -> None:
         self.pool = pool
@@ -67,7 +67,7 @@ class Router:
         return await self.pool.reservations.turns(pool_id, self.name, left, waiting), True
 
     async def admit(self, tenant: str, wait: Wait | None = None, wait_s: float | None = None, **fields: object) -> int:
-        """The number of a booking, in turn. Raises QueueFull."""
+        """Book a worker in turn. Returns the booking's number. Raises QueueFull."""
         settings = self.queue.settings
         limits = QueueLimits(settings.requests, settings.tokens)
         request = WaitingRequest(token_bytes(ID_BYTES), tenant, limits, 1_000, **fields)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class Router:
             booking = Booking(id_of(number), self.name, 1_000, asked, LEASE_US, LONGEST_US, waiting=as_it_waits)
             try:
                 assert await self.pool.reservations.book(POOL, booking) is not None
-            except Unreachable:  # tried again in its turn
+            except Unreachable:  # tried again at its turn
                 return None
             self.pool.served.append((tenant, self.name))
             return number
@@ -106,7 +106,7 @@ class Router:
 
 @asynccontextmanager
 async def routers_of(pool: Pool, number: int, settings: QueueSettings = PATIENT) -> AsyncIterator[list[Router]]:
-    """Routers before a pool whose workers report."""
+    """Routers in front of a pool whose workers report their load."""
     routers = [Router(pool, f"r{n}", settings) for n in range(number)]
     await pool.report()
     reporting = asyncio.create_task(pool.keep_reporting())

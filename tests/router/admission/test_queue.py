@@ -1,4 +1,4 @@
-"""The queue in front of full engines: one order for all routers, its bounds, and who leaves it."""
+"""The queue in front of full engines: one order for all routers, its bounds, and requests that leave it."""
 
 import sys
 from collections import Counter

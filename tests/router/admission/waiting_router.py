@@ -1,4 +1,4 @@
-"""A router in a process of its own, whose requests wait: `python -m tests.router.admission.waiting_router STORE REQUESTS`."""
+"""A router in a separate process, whose requests wait: `python -m tests.router.admission.waiting_router STORE REQUESTS`."""
 
 import sys
 

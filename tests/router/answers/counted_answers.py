@@ -1,4 +1,4 @@
-"""Answers in all forms in which vLLM 0.33 and SGLang 0.5.23 report cached tokens, and the same without them."""
+"""Answers in all formats in which vLLM 0.33 and SGLang 0.5.23 report cached tokens, and the same ones without these counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Final
 @dataclass(frozen=True, slots=True)
 class CountedAnswer:
     """`path`: of the call; `prompt`: the rest of its body. `counted`: the engine's whole answer, or its stream. `uncounted`:
-    what a client gets that may not see what others asked."""
+    what a client gets if it may not see what others asked."""
 
     path: str
     prompt: Mapping[str, object]
@@ -23,7 +23,7 @@ class CountedAnswer:
 _CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 _SAID = rb"say \"usage\": {\"cached_tokens\": 4} \\"
 _CALL = b'{"usage":{"cached_tokens":7},"cache":{"cached_tokens":7}}'
-"""What a model writes, and the arguments of a tool: no counts of the engine's."""
+"""A model's text, and a tool's arguments: these are not the engine's counts."""
 DONE = b"data: [DONE]\n\n"
 
 

@@ -1,4 +1,4 @@
-"""The standard's events of a whole text, written to be simple: the reference for the incremental parser."""
+"""A simple parser of a whole text's events, as the standard defines them: the reference for the incremental one."""
 
 import re
 

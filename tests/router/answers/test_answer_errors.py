@@ -1,4 +1,4 @@
-"""Errors that engines put into answers of status 200, comments that keep a connection alive, and ends that are broken."""
+"""Errors that engines put into answers with status 200, comments that keep a connection alive, and broken ends."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_at_an_error_does_not_hide_it(store: Store, v
             async for part in streamed.aiter_raw():
                 if b"error" in part:
                     break
-        for _ in range(10):  # the router learns that the client left
+        for _ in range(10):  # the router notices that the client disconnected
             await status(client)
         left.set()
 
@@ -327,7 +327,7 @@ DELTA = b'event: content_block_delta\ndata: {"type": "content_block_delta", "del
 
 
 async def test_a_broken_message_ends_with_the_error_event_of_its_protocol(store: Store, valkey_url: str) -> None:
-    """Anthropic's client raises an error for an event of that type alone, and takes any other end for a whole answer."""
+    """Anthropic's client raises an error only for an event of that type, and takes any other end for a complete answer."""
     async with (
         raw_engine(HEAD + chunk(MESSAGE_START) + chunk(DELTA)) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
@@ -425,7 +425,7 @@ async def test_lines_of_json_pass_as_they_come(store: Store, valkey_url: str) ->
     async def lines(_: Request) -> Response:
         async def body() -> AsyncIterator[bytes]:
             yield b'{"a": 1}\n'
-            await seen.wait()  # the first one is with the client
+            await seen.wait()  # the client has the first one
             yield b'{"a": 2}\n'
 
         return StreamingResponse(body(), media_type="application/jsonl")
@@ -464,7 +464,7 @@ async def test_a_stream_whose_lines_end_in_carriage_returns_passes_event_by_even
         client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as streamed,
     ):
         text = b""
-        async for part in streamed.aiter_raw():  # the engine waits until the first one is here
+        async for part in streamed.aiter_raw():  # the engine waits until the first one has arrived
             text += part
             wanted.set()
         assert text == 3 * PART.replace(b"\n", b"\r") + DONE

@@ -31,7 +31,7 @@ def test_streams_lose_their_counts_and_nothing_else_wherever_they_are_cut(
 def test_whole_answers_lose_their_counts_and_nothing_else(number: int) -> None:
     answer = WHOLE[number]
     assert without_cached_counts(answer.counted) == answer.uncounted
-    listed = b"[%s, %s]" % (answer.counted, answer.counted)  # of several prompts, as SGLang answers
+    listed = b"[%s, %s]" % (answer.counted, answer.counted)  # for several prompts, as SGLang answers
     assert without_cached_counts(listed) == b"[%s, %s]" % (answer.uncounted, answer.uncounted)
     spaced = json.dumps(json.loads(answer.counted), indent=2).encode()
     assert json.loads(without_cached_counts(spaced)) == json.loads(answer.uncounted)
@@ -50,7 +50,7 @@ VALUES = st.recursive(
 
 
 def pruned(value: object, *, counts: bool = False) -> object:
-    """By the parsed value, what is done by the bytes; a member that is null instead of left out is left out too."""
+    """Does with the parsed value what is done with the bytes; a member that becomes null is left out too."""
     if isinstance(value, list):
         return [pruned(one, counts=counts) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Server-sent events are read as the standard says, however they are cut into pieces."""
+"""Server-sent events are parsed as the standard says, however they are cut into pieces."""
 
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def test_pieces_give_the_events_of_the_whole_text(text: bytes, places: list[int]
 
 @given(TEXTS)
 def test_an_event_is_there_with_the_first_byte_of_its_blank_line(text: bytes) -> None:
-    """A CR ends it: nothing waits for a LF that may follow."""
+    """A CR ends it, without waiting for an LF that may follow."""
     parser, seen = EventParser(), 0
     for at in range(len(text)):
         seen += len(parser.feed(text[at : at + 1]))

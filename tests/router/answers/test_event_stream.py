@@ -1,4 +1,4 @@
-"""Streams are read while they pass, however they are cut."""
+"""Streams are read as they pass, however they are cut."""
 
 import json
 from itertools import pairwise
@@ -177,7 +177,7 @@ def test_the_end_is_found_in_any_spelling(head: bytes, last: bytes) -> None:
     ],
 )
 def test_other_protocols_ends_are_ends_and_no_part_of_the_answer(last: bytes) -> None:
-    """Some of them have the whole answer once more."""
+    """Some of them repeat the whole answer."""
     stream = EventStream(hide_usage=False)
     stream.feed(last)
     assert stream.done and not stream.parts

@@ -117,7 +117,7 @@ def test_what_is_withheld_is_withheld_on_every_path_in_every_place(
 def test_a_large_body_with_what_is_withheld_is_refused_on_every_path(
     monkeypatch: pytest.MonkeyPatch, encoding: str, escaped: bool
 ) -> None:
-    """Without decoding it: here bodies count as large that are not."""
+    """It is not decoded. In this test, small bodies count as large."""
     monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_BYTES", 1_000)
     monkeypatch.setattr("kvatlas_router.tokens.text_request.MAX_PARSED_CONTAINERS", 100)
     for name, inside in product(WITHHELD, (False, True)):
@@ -131,7 +131,7 @@ def test_a_large_body_with_what_is_withheld_is_refused_on_every_path(
 
 @given(st.sampled_from(sorted(TENANTS_FIELDS)), st.sampled_from(sorted(INFERENCE - FORMS)), st.booleans())
 def test_what_a_tenant_may_not_say_is_withheld_on_every_path(name: str, path: str, escaped: bool) -> None:
-    """Further inside, in a tool's schema for instance, such a name is none of ours."""
+    """Deeper inside, such as in a tool's schema, such a name has no meaning for us."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {"type": "string"}}}}}]
     raw = json.dumps(
         {**CHAT, "prompt": "Hi", "input": "Hi", "text": "Hi", "token_ids": [1], "tools": tools, name: [SECRET]}

@@ -63,7 +63,7 @@ async def guarded(
 
 @asynccontextmanager
 async def official(proxy: httpx.AsyncClient, key: str) -> AsyncIterator[tuple["openai.AsyncOpenAI", list[int]]]:
-    """OpenAI's client as its users have it: it sends a request again by itself. The list has the statuses of all answers."""
+    """OpenAI's client with its defaults, so it retries requests by itself. The list has the statuses of all answers."""
     statuses: list[int] = []
 
     async def note(answer: httpx.Response) -> None:
@@ -74,7 +74,7 @@ async def official(proxy: httpx.AsyncClient, key: str) -> AsyncIterator[tuple["o
 
 
 async def test_errors_of_the_messages_api_have_anthropics_form(store: Store, valkey_url: str, tmp_path: Path) -> None:
-    """Its clients read the type."""
+    """Its clients read the error's type."""
     async with guarded(store, valkey_url, tmp_path) as (fleet, _, client):
 
         async def error(path: str = "", *, key: str = "plain", method: str = "POST", **more: Any) -> tuple[int, str]:

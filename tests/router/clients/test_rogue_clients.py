@@ -1,4 +1,4 @@
-"""Clients on raw sockets against a `kvatlas router` process: what they can't do, and that others go on."""
+"""Clients attack a `kvatlas router` process over raw sockets: they fail, and others are served."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ UNFINISHED = (
 
 
 class Router:
-    """The process, its URLs, and a reader of what it logs."""
+    """The process, its URLs, and a reader of its log."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, control_url: str) -> None:
         self.process = process
@@ -38,7 +38,7 @@ class Router:
         return int(self.url.rpartition(":")[2])
 
     async def stop(self, within_s: float = 60.0) -> str:
-        """Its log until it has ended."""
+        """Stop the router, and return its log up to the end."""
         assert self.process.stderr is not None
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ class Router:
 
 @asynccontextmanager
 async def running_router(redis_url: str, *flags: str) -> AsyncIterator[Router]:
-    """With a port for operators."""
+    """A router with a port for operators."""
     words = ["router", "--redis-url", redis_url, "--port", "0", "--control-port", "0", "--tokenizer", "none"]
     words += ["--drain-s", "0", *flags]
     process = await asyncio.create_subprocess_exec(
@@ -74,7 +74,7 @@ async def send(port: int, data: bytes, *, own: str = "127.0.0.1") -> tuple[async
 
 
 async def exchange(port: int, data: bytes) -> bytes:
-    """All that comes back until the router closes; a reset raises ConnectionResetError."""
+    """Send the data, and return everything until the router closes the connection; a reset raises ConnectionResetError."""
     reader, writer = await send(port, data)
     with anyio.fail_after(60):
         answer = await reader.read()
@@ -106,7 +106,7 @@ async def test_unfinished_bodies_neither_hold_a_stop_nor_take_the_router_from_ot
 async def test_what_no_engine_serves_is_refused_and_no_name_writes_a_second_line_into_the_log(
     store: Store, valkey_url: str
 ) -> None:
-    """As engines' frameworks refuse it."""
+    """It is refused as engines' frameworks do."""
     forged = "m\n2026-01-01T00:00:00.000Z error store: gone\r\n\x1b[2J" + "x" * 10_000
     async with running_fleet(store, {"w1": {}}), running_router(valkey_url) as router:
         async with http_client(base_url=router.url, timeout=60) as client:

@@ -1,4 +1,4 @@
-"""What `kvatlas usage` bills to each program, from requests through the proxy."""
+"""`kvatlas usage` bills each program for its requests through the proxy."""
 
 import json
 from collections import Counter
@@ -17,9 +17,9 @@ from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 pytestmark = pytest.mark.anyio
 
 TENANTS = {"billing": "acme", "search": "acme", "agents": "globex"}
-"""The tenant of each program, which is a client of the clients file and has its name as its key."""
+"""The tenant of each program. A program is a client in the clients file, and its key is its name."""
 MODELS = {MODEL: None, "sql": "sql"}
-"""The adapter of each model that requests name."""
+"""The adapter for each model name in requests."""
 Bill = dict[tuple[str, ...], Counter[str]]
 
 

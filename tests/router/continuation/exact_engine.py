@@ -1,4 +1,4 @@
-"""Engines that give token ids, with an answer that is known: chats, completions, `/generate` and vLLM's call with token ids."""
+"""Engines that return token ids of a known answer: chats, completions, `/generate` and vLLM's call with token ids."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ FIRST_ID = 1_000
 START, END = "<think>", "</think>"
 MARKERS = Markers(START, END, (5, 6))
 CALL, END_CALL = "<call>", "</call>"
-"""Around a tool call: a token for its name, and others for its arguments."""
+"""The tokens around a tool call, which has one token for its name, and others for its arguments."""
 OPENED = (*PROMPT, MARKERS.ids[0])
 """A prompt that begins the reasoning."""
 _NAMES = count()
@@ -22,8 +22,8 @@ _NAMES = count()
 
 @dataclass(frozen=True, slots=True)
 class ExactEngine:
-    """Its answer's token ids are FIRST_ID and those that follow; it goes on behind any prompt of ids. What is between START and
-    END is reasoning in its chats. `opened`: their prompt has the START. `strips`: they have no white space at the end of the
+    """Its answer's token ids count up from FIRST_ID; it continues after any prompt of ids. In its chats, everything between
+    START and END is reasoning. `opened`: their prompt has the START. `strips`: they remove white space at the end of the
     reasoning, and send it late within. `whole`: events of `/generate` have the whole answer. `parts`: see `Engine`. `reason`:
     why it ends after its last token."""
 
@@ -36,7 +36,7 @@ class ExactEngine:
 
     @property
     def ids(self) -> list[int]:
-        """The answer's."""
+        """The answer's token ids."""
         marks = dict(zip((START, END), MARKERS.ids, strict=True))
         return [marks.get(token, FIRST_ID + at) for at, token in enumerate(self.tokens)]
 
@@ -78,7 +78,7 @@ class ExactEngine:
         return [*events, DONE]
 
     def parse(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of vLLM's `/v1/chat/completions/derender` to a part of a stream."""
+        """The answer of vLLM's `/v1/chat/completions/derender` for a part of a stream."""
         state, choice = body["stream_state"], body["generate_chunk"]["choices"][0]
         parser, replayed = _Parser(thinks=MARKERS.is_open(body["prompt_token_ids"]), strips=self.strips), 0
         for length in state["output_chunk_lens"]:
@@ -124,7 +124,7 @@ class ExactEngine:
 
 @dataclass(slots=True)
 class _Parser:
-    """vLLM's, of reasoning and of tool calls. `reasons`: tokens of reasoning. `calls`: begun calls."""
+    """vLLM's parser of reasoning and tool calls. `reasons`: tokens of reasoning. `calls`: begun calls."""
 
     thinks: bool
     strips: bool
@@ -132,7 +132,7 @@ class _Parser:
     late: str = ""
     calls: int = 0
     place: str = ""
-    """Within a call: what its next token belongs to."""
+    """Within a call: the part that its next token belongs to."""
 
     def finish(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self.calls else reason

@@ -1,5 +1,5 @@
-"""Engines in processes of their own, each of which is killed (SIGKILL) after some events of its first stream. A server with
-everything imported forks them: that takes a tenth of the time of a start."""
+"""Engines in separate processes, each of which is killed (SIGKILL) after some events of its first stream. A server with
+everything imported forks them, which takes a tenth of a normal start's time."""
 
 import multiprocessing
 from collections.abc import AsyncIterator, Mapping
@@ -26,7 +26,8 @@ def _run(after: int, changed: Mapping[str, Any], ready: Connection) -> None:
 
 @asynccontextmanager
 async def killed_engines(after: Mapping[str, int], **changed: Any) -> AsyncIterator[Mapping[str, str]]:
-    """Their addresses by worker. `after`: the number of events that each sends. At the end, all must have been killed."""
+    """The engines' addresses by worker. `after`: the number of events that each sends. At the end, all must have been
+    killed."""
     _CONTEXT.set_forkserver_preload([__name__])
     running: dict[str, tuple[ForkServerProcess, Connection]] = {}
     try:

@@ -1,4 +1,4 @@
-"""Engines that die in mid-answer, as their router sees it: a relay of bytes in front of each, which closes, resets or stops."""
+"""Engines that die mid-answer, as their router sees it: a relay of bytes in front of each closes, resets or stops."""
 
 import asyncio
 import socket
@@ -18,7 +18,7 @@ from tests.router.proxy.engines import Fleet, running_fleet
 
 class Death(StrEnum):
     """`KILLED`: the kernel closes its connections. `RESET`: it resets them. `ENDED`: one more event comes, without its blank
-    line, then the end of the body. `STALLED`: nothing comes of what it computes; its HTTP server still tokenizes."""
+    line, then the end of the body. `STALLED`: no computed byte arrives; its HTTP server still tokenizes."""
 
     ENDED = "ended"
     KILLED = "killed"
@@ -28,8 +28,8 @@ class Death(StrEnum):
 
 @dataclass(slots=True)
 class Fate:
-    """Of the engines of one fleet. The next streams each end after some events: `after` has a number for each. `asked`: the
-    worker and the body of each request for tokens."""
+    """The fate of one fleet's engines. The next streams each end after some events: `after` has a number for each. `asked`:
+    the worker and the body of each request for tokens."""
 
     death: Death = Death.KILLED
     after: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Fate:
     revived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def revive(self) -> None:
-        """Let stalled engines go on."""
+        """Let stalled engines continue."""
         self.revived.set()
         self.revived = asyncio.Event()
 
@@ -123,7 +123,7 @@ class _Relay:
 
     @staticmethod
     async def _finish(writer: asyncio.StreamWriter, engine: asyncio.StreamReader) -> bool:
-        """The rest of a stalled answer."""
+        """Pass on the rest of a stalled answer."""
         while True:
             size = await engine.readuntil(b"\r\n")
             writer.write(size + await engine.readexactly(int(size, 16) + 2))
@@ -138,7 +138,7 @@ def _length(head: bytes) -> int:
 
 @asynccontextmanager
 async def mortal_fleet(store: Store, workers: int = 3, **changed: Any) -> AsyncIterator[tuple[Fleet, Fate]]:
-    """Engines that answer with text that any other goes on with, until their fate lets one die."""
+    """Engines that answer with text that any other can continue, until their fate lets one die."""
     settings = {"answers_text": True, "enable_scale_out": True, "num_gpu_blocks": 4_096, **changed}
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(

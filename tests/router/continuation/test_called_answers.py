@@ -1,4 +1,4 @@
-"""Engines die in the middle of a tool call: another one's tokens go on, and its parser reads them."""
+"""Engines die in the middle of a tool call: another one's tokens continue it, and its parser reads them."""
 
 import json
 import re
@@ -38,8 +38,8 @@ USAGE = {"stream_options": {"include_usage": True}, "temperature": 0, "max_token
 
 
 class CallingEngine:
-    """The next streams of its fleet end after so many events: `after` has a number for each. `asked`: the paths of streams, and
-    of calls to the parser. `parse` and `sampling`: what its parser answers, and how it renders the request."""
+    """The next streams of its fleet each end after the number of events in `after`. `asked`: the paths of streams, and of
+    calls to the parser. `parse` and `sampling`: what its parser answers, and how it renders the request."""
 
     def __init__(self, engine: ExactEngine) -> None:
         self.engine = engine
@@ -94,7 +94,7 @@ def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(raw: bytes) -> dict[str, Any]:
-    """What the client reads, however it is cut into events."""
+    """What the client reads, however the stream is cut into events."""
     events = [json.loads(one) for one in re.findall(rb"^data: (\{.*)$", raw, re.M)]
     choices = [choice for event in events for choice in event.get("choices", ())]
     calls: dict[int, dict[str, Any]] = {}
@@ -156,7 +156,7 @@ async def test_a_call_goes_on_after_each_event(
 async def test_a_call_begun_by_a_second_engine_goes_on_at_a_third(
     store: Store, valkey_url: str, no_budget: None
 ) -> None:
-    """The second one continues text as a chat, so the third gets its prompt and its tokens."""
+    """The second one continues the text as a chat, so the third one gets its prompt and its tokens."""
     script = CallingEngine(ExactEngine(ANSWER, reason="stop"))
     async with calling_fleet(store, valkey_url, script) as client:
         undisturbed = said(await read_stream(client, CHAT, {**BODY, **USAGE}))
@@ -188,7 +188,7 @@ async def test_an_engine_that_dies_while_it_parses_is_replaced(store: Store, val
 async def test_parsing_takes_a_small_part_of_the_time(
     monkeypatch: pytest.MonkeyPatch, pause: float, asked: int
 ) -> None:
-    """A parser reads what one event has, or what came while another engine could have parsed `pause` times as much."""
+    """A parser gets one event's tokens, or those that arrived during `pause` times the duration of a parse."""
     monkeypatch.setattr(continued_answer, "PARSE_PAUSE", pause)
     engine = ExactEngine([*FIRST_CALL[:3], *"many letters", '"}', END_CALL], reason="stop")
     text = TextRequest.of(Api.CHAT, {**BODY, **USAGE})
@@ -236,8 +236,8 @@ async def test_a_call_ends_with_an_error_if_the_next_engine_cannot_parse_it(
     more: dict[str, Any],
     why: str,
 ) -> None:
-    """It has no parser, another one, or one that reads something impossible; a grammar guides the call; no ids are known, or
-    they are not all that the client gets of a token."""
+    """It has no parser, a different one, or one that reads something impossible; or a grammar guides the call; or no ids are
+    known, or the client gets more of a token than its id."""
     script = CallingEngine(ExactEngine(ANSWER, reason="stop"))
     script.sampling = sampling
 

@@ -1,4 +1,5 @@
-"""Streams of several choices whose engine dies: other engines continue each choice that has not ended, one after another."""
+"""When the engine of a stream with several choices dies, other engines continue each choice that has not ended, one after
+another."""
 
 import json
 import re
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.anyio
 
 _USAGE = {"stream_options": {"include_usage": True}}
 SEEDED = {"temperature": 0.7, "seed": 5}
-"""An engine's choices have seeds of their own, by which each goes on with its own text."""
+"""Each choice has its own seed, so each continues with its own text."""
 REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 3, "n": 3, **_USAGE}),
     "chat without usage": (CHAT, {"messages": MESSAGES, "max_tokens": 4, "n": 2}),
@@ -56,7 +57,7 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def by_choice(raw: bytes) -> dict[int | None, list[Any]]:
-    """A stream's events by the choice that they belong to; those of none, and that with the usage, are last."""
+    """A stream's events by their choice; events without one, and the one with the usage, come last."""
     found: dict[int | None, list[Any]] = {}
     for data in re.findall("^data: (.*)$", raw.decode(), re.M):
         event = json.loads(data) if data.startswith("{") else data
@@ -100,7 +101,7 @@ async def test_choices_go_on_after_several_deaths(store: Store, valkey_url: str,
 async def test_choices_go_on_after_a_kill_or_a_stall_at_each_of_their_events(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once. Each stream has a pool of its own with two workers, of which the first dies: by SIGKILL, or it stalls."""
+    """All at once. Each stream has its own pool of two workers, the first of which is killed (SIGKILL) or stalls."""
     shorten_bounds(monkeypatch, unknown_s=10.0)
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 2, "n": 2, **SEEDED, **_USAGE}
     names = [f"m{number}" for number in range(16)]
@@ -192,7 +193,7 @@ async def test_too_many_choices_and_those_of_other_calls_do_not_go_on(
 
 
 async def read(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> bytes:
-    """What comes of a stream that ends in an error, or whose connection is cut."""
+    """The bytes of a stream that ends in an error, or whose connection is cut."""
     text = b""
     async with client.stream("POST", path, json={"model": "mock-model", "stream": True, **SEEDED, **body}) as answer:
         with suppress(httpx.RemoteProtocolError):

@@ -1,4 +1,4 @@
-"""Streams whose engine dies: what their clients get equals an undisturbed run."""
+"""Clients of streams whose engine dies get the same as in an undisturbed run."""
 
 import asyncio
 import itertools
@@ -87,18 +87,18 @@ REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FIRST = {CHAT: 2, "/v1/messages": 3, "/v1/responses": 5}
-"""Events up to the first content. Before that, the router tries again anyway."""
+"""Number of events up to the first content. Before that, the router tries again anyway."""
 _SALTS = itertools.count()
 
 
 @pytest.fixture
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that these tests don't use up: every request of theirs loses its engine."""
+    """A retry budget that these tests don't use up, since all of their requests lose an engine."""
     monkeypatch.setattr(RetryBudget, "take", lambda _: True)
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **fields: Any) -> bytes:
-    """The stream of a request that finds nothing in a cache, without what is new in each answer."""
+    """The stream of a request that finds nothing in a cache, without the values that differ in each answer."""
     salt = f"salt {next(_SALTS)}"
     whole = {"model": MODEL, "temperature": 0, "stream": True, "cache_salt": salt, **body, **fields}
     raw = await read_stream(client, path, whole)
@@ -106,14 +106,14 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], **f
 
 
 def _once(raw: bytes) -> Any:
-    """All events of a stream have the same id and time."""
+    """The one id or time that all events of a stream have."""
     ids = set(re.findall(rb'"(?:request_|item_)?id":"(?:msg-|resp-)?([\w-]+)"', raw))
     assert len(ids) <= 1 and len(set(re.findall(rb'"created(?:_at)?":(\d+)', raw))) <= 1
     return rb'"\1":0'
 
 
 async def not_continued(client: httpx.AsyncClient) -> dict[str, int]:
-    """How often streams could not go on, by reason."""
+    """Number of streams that could not be continued, by reason."""
     counted = (await status(client))["proxy"]["continued"]
     return {why: number for why, number in counted.items() if number and why != "resumed"}
 
@@ -206,7 +206,7 @@ EVERY_EVENT: Mapping[str, tuple[str, dict[str, Any]]] = {
 async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once. Each stream has a pool of its own with two workers, of which the first dies: by SIGKILL, or it stalls."""
+    """All at once. Each stream has its own pool of two workers, the first of which is killed (SIGKILL) or stalls."""
     shorten_bounds(monkeypatch, unknown_s=10.0)
     names = [f"m{number}" for number in range(64)]
     serves: dict[str, Any] = {"adapters": names}  # each of which is a pool
@@ -244,9 +244,7 @@ async def test_a_stream_goes_on_after_a_kill_or_a_stall_at_each_of_its_events(
         async with anyio.create_task_group() as tasks:
             for name in asked:
                 tasks.start_soon(compare, name)
-        assert (
-            (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14
-        )  # five lack only their end
+        assert (await status(client))["proxy"]["continued"]["resumed"] == len(asked) - 5 > 14  # five lack only the end
 
 
 async def report_in_pool(fleet: Fleet, name: str, which: str, url: str) -> None:
@@ -267,7 +265,7 @@ def prompt_of(api: Api, body: Mapping[str, Any]) -> list[int]:
 
 
 async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url: str, no_budget: None) -> None:
-    """An engine whose core died reports that in the stream."""
+    """An engine whose core has died reports that in the stream."""
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
     async with (
         mortal_fleet(store, 1) as (fleet, _),
@@ -285,7 +283,7 @@ async def test_a_stream_goes_on_after_its_engines_error(store: Store, valkey_url
 async def test_a_stream_stays_at_a_stalled_engine_without_a_successor(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only other worker dies as soon as it is asked. The stalled one gets another chance, and takes it."""
+    """The only other worker dies as soon as it is asked; the stalled one gets another chance, and takes it."""
     shorten_bounds(monkeypatch)
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8, **_USAGE}
     async with mortal_fleet(store, 2) as (fleet, fate), running_proxy(valkey_url, continue_answers="all") as client:
@@ -309,7 +307,8 @@ async def test_a_stream_stays_at_a_stalled_engine_without_a_successor(
 
 
 async def test_what_is_counted_is_the_clients_request(store: Store, valkey_url: str, no_budget: None) -> None:
-    """The end of an answer after a reset counts too, and what a second engine reads of the first one's part does not."""
+    """The end of an answer after a reset counts too; the first engine's part does not count again in the second one's
+    prompt."""
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 9}
     prompt_tokens = len(prompt_of(Api.CHAT, body))
     async with mortal_fleet(store) as (fleet, fate):
@@ -339,7 +338,7 @@ async def refusing_address() -> str:
 async def test_two_engines_that_die_at_the_same_token_are_enough(
     store: Store, valkey_url: str, no_budget: None
 ) -> None:
-    """The request may be what kills them."""
+    """The request itself may be killing them."""
     path, body = CHAT, {"messages": MESSAGES, "max_tokens": 8}
     async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
         fate.after = [4, 0, 0]
@@ -357,7 +356,7 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
         (
             {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},
             "template",
-        ),  # which begins the reasoning itself
+        ),  # the prompt itself begins the reasoning
     ],
 )
 async def test_what_can_not_go_on_ends_with_an_error(
@@ -377,14 +376,14 @@ async def test_what_can_not_go_on_ends_with_an_error(
 
 
 THINKS = {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE}
-"""A chat whose template does not fit a partial answer, so that its tokens are needed."""
+"""A chat whose template does not fit a partial answer, so its tokens are needed."""
 
 
 @pytest.mark.parametrize("waits", [True, False])
 async def test_an_answer_waits_for_its_tokens(
     store: Store, valkey_url: str, no_budget: None, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """They come late, even those of the prompt; then they come, or too late."""
+    """The tokens come late, even those of the prompt, either in time or too late."""
     monkeypatch.setattr(continued_answer, "TOKENS_WAIT_S", 60.0 if waits else 0.2)
     read, late = EngineTokenizer.token_ids, [6 if waits else 1_000_000]
 
@@ -406,7 +405,7 @@ async def test_an_answer_waits_for_its_tokens(
 
 
 async def test_a_client_leaves_during_the_rest(store: Store, valkey_url: str, no_budget: None) -> None:
-    """Nothing is left of it: no booking, no request at an engine, and it counts once."""
+    """Nothing is left of it, neither a booking nor a request at an engine, and it counts once."""
     path, body = CHAT, {"model": MODEL, "messages": MESSAGES, "max_tokens": 2_000, "temperature": 0, "stream": True}
     slow = {"speed_up": 1, "decode_step_us": 20_000}
     async with (

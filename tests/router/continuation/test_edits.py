@@ -1,4 +1,4 @@
-"""Edits of events change one member, and no other byte."""
+"""Edits of events change one member and no other byte."""
 
 import json
 from typing import Any

@@ -1,4 +1,5 @@
-"""Messages and responses, whose events have names: whatever happens to their engines, clients get what one would have sent."""
+"""Messages and responses, whose events have names: whatever happens to their engines, clients get what a single one would have
+sent."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ WORDS = st.lists(st.sampled_from(["a", " b", "c\n", "\n\n", '"', "\\", "Ã¼", "ðŸ
 
 
 def run(text: TextRequest, tokens: Sequence[str], deaths: Sequence[int]) -> list[dict[str, Any]]:
-    """What a client gets of engines with this answer, of which each but the last dies after so many events."""
+    """What a client gets from engines with this answer, all but the last of which die after the given numbers of events."""
     seam, got = Seam(text), b""
     events = list(first_events(text.api, tokens))
     first = next(at for at, event in enumerate(events) if b"delta" in event) + 1
@@ -46,7 +47,7 @@ def run(text: TextRequest, tokens: Sequence[str], deaths: Sequence[int]) -> list
 
 
 def whole_rest(seam: Seam, tokens: Sequence[str]) -> tuple[Rest, list[int]]:
-    """What is asked for, and the ids of the answer so far, read from its text."""
+    """The requested rest, and the ids of the answer so far, read from its text."""
     rest = seam.rest()
     raw = (
         MARKERS.raw(seam.builder.text_of(rest), opened=False)
@@ -62,7 +63,7 @@ def whole_rest(seam: Seam, tokens: Sequence[str]) -> tuple[Rest, list[int]]:
 
 
 def rest_events(tokens: Sequence[str], ids: Sequence[int], body: dict[str, Any]) -> list[bytes]:
-    """A completion's or a chat's events behind these ids."""
+    """A completion's or a chat's events after these ids."""
     asked = {
         "prompt": [*PROMPT, *ids],
         "max_tokens": body["max_tokens"],
@@ -74,7 +75,7 @@ def rest_events(tokens: Sequence[str], ids: Sequence[int], body: dict[str, Any])
 
 
 def first_events(api: Api, tokens: Sequence[str]) -> Iterator[bytes]:
-    """The events of vLLM's messages and responses, a token each."""
+    """The events of vLLM's messages and responses, one token each."""
     parts: list[tuple[str, list[str]]] = []
     kind = "text"
     for token in tokens:
@@ -168,7 +169,8 @@ def test_responses_in_another_form_do_not_go_on(event: dict[str, Any]) -> None:
 def test_named_events_are_the_same(
     api: Api, thought: list[str], words: list[str], reasons: bool, deaths: list[int]
 ) -> None:
-    """Before and behind the end of the reasoning, within the events that end an item, and before the last one."""
+    """Wherever the engine dies: before and after the end of the reasoning, within the events that end an item, and before the
+    last one."""
     text = TextRequest.of(api, {"model": "m", "stream": True, "temperature": 0, **BODIES[api]})
     tokens = [*([START, "\n", *thought, END] if reasons else []), "w", *words, ".", ""]
     assert run(text, tokens, deaths) == run(text, tokens, [])

@@ -1,4 +1,4 @@
-"""Whatever happens to an answer's engines, its client gets what one engine would have sent."""
+"""Whatever happens to an answer's engines, its client gets what a single engine would have sent."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _NUMBERS = count()
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """It knows the whole answer, as tokens, and goes on behind any part of it. `parts`: tokens in each event, in turn."""
+    """Knows the whole answer, as tokens, and continues after any part of it. `parts`: tokens in each event, in turn."""
 
     api: Api
     tokens: Sequence[str]
@@ -75,7 +75,7 @@ class Engine:
 
 
 def _behind(tokens: Sequence[str], sent: str) -> list[str]:
-    """The tokens behind a text, of which the first may be the rest of one."""
+    """The tokens after a text; the first one may be the rest of a token."""
     at = 0
     for index, token in enumerate(tokens):
         if at >= len(sent):
@@ -99,8 +99,8 @@ def run(
     silent: int = 0,
     ends: ThoughtEnds | None = None,
 ) -> bytes:
-    """What a client gets of these engines, of which each but the last dies after so many events, and after `silent` more of the
-    first one."""
+    """What a client gets from these engines, all but the last of which die after the given numbers of events; the first one
+    dies after `silent` more."""
     seam, got, body = Seam(text, ends), b"", dict(text.body)
     kind = EngineKind.VLLM if isinstance(engines[0], ExactEngine) else EngineKind.SGLANG
     for engine, death in zip(engines, [*deaths, -1], strict=True):
@@ -144,7 +144,7 @@ TOKENS = st.lists(
     st.sampled_from(["a", " b", "c\n", "\n\n", " ", '"', "\\", "ü", "🙂", "dd d"]), min_size=1, max_size=12
 )
 HALVES = TOKENS.map(lambda tokens: [part for one in tokens for part in (["", one] if one == "ü" else [one])])
-"""Two tokens make one letter: the first has no text yet."""
+"""Two tokens make one character: the first one has no text yet."""
 APIS = st.sampled_from([Api.CHAT, Api.COMPLETIONS])
 
 
@@ -184,7 +184,7 @@ EXACT = st.sampled_from(EXACT_REQUESTS)
 def test_a_stream_of_token_ids_has_the_same_bytes(
     asked: tuple[Api, dict[str, Any]], tokens: list[str], whole: bool, deaths: list[int]
 ) -> None:
-    """Whatever the text is: white space, halves of letters."""
+    """Whatever the text: white space, halves of characters."""
     api, body = asked
     text = TextRequest.of(api, {"stream": True, "temperature": 0, **body})
     engine = ExactEngine(["w", *tokens], whole)
@@ -200,7 +200,7 @@ CHATS = st.sampled_from([body for api, body in EXACT_REQUESTS if api is Api.CHAT
 def test_reasoning_goes_on_with_the_same_bytes(
     asked: dict[str, Any], thought: list[str], tokens: list[str], opened: bool, deaths: list[int], most: int
 ) -> None:
-    """Before its end, at it and behind it; in the answer of a model that begins it, and behind a prompt that does."""
+    """Before, at and after its end; whether the model's answer or the prompt begins it."""
     text = TextRequest.of(Api.CHAT, {"stream": True, "temperature": 0, **asked, "max_tokens": most + 2})
     engine = ExactEngine([*([] if opened else [START]), "\n", *thought, END, *tokens, "."], opened=opened)
     undisturbed = run(text, [engine], [], silent=1)
@@ -219,7 +219,8 @@ def test_reasoning_goes_on_with_the_same_bytes(
 def test_reasoning_in_other_events_says_the_same(
     thought: list[str], tokens: list[str], opened: bool, strips: bool, deaths: list[int], parts: list[int]
 ) -> None:
-    """Several tokens in one event, and parsers that remove the white space before its end, which an answer to the end shows."""
+    """With several tokens in one event, and parsers that remove white space before the end of the reasoning, which a complete
+    answer shows."""
     text = TextRequest.of(Api.CHAT, {**body_of(Api.CHAT, 99, wants_usage=True)})
     listed = [*([] if opened else [START]), "\n", "I", *thought, END, *tokens, "."]
     engines = [
@@ -242,8 +243,8 @@ def thoughts(raw: bytes) -> tuple[str, str, Any]:
 
 @given(HALVES, st.lists(st.integers(1, 40), max_size=3), st.lists(st.integers(1, 3), min_size=4, max_size=4))
 def test_events_of_several_token_ids_go_on(tokens: list[str], deaths: list[int], parts: list[int]) -> None:
-    """Engines put several into one event if their router reads slowly, or if they guess tokens ahead."""
-    text, tokens = generate_request(), [*tokens, *"end"]  # no first event is the last
+    """Engines put several into one event if their router reads slowly, or with speculative decoding."""
+    text, tokens = generate_request(), [*tokens, *"end"]  # so the first event is never the last
     undisturbed = run(text, [ExactEngine(tokens)], [])
     engines = [ExactEngine(tokens, parts=parts[at:] + parts[:at]) for at in range(len(deaths) + 1)]
     found = [event for event in run(text, engines, deaths).split(b"\n\n") if event]
@@ -252,7 +253,7 @@ def test_events_of_several_token_ids_go_on(tokens: list[str], deaths: list[int],
 
 @pytest.mark.parametrize(("whole", "parts"), [(True, [3]), (False, [3]), (True, [2, 1]), (False, [2, 1])])
 def test_a_part_is_not_guessed(whole: bool, parts: list[int]) -> None:
-    """One event does not say if those of an engine have the whole answer. What may follow it has to say so."""
+    """A single event does not show whether an engine's events have the whole answer; later ones do."""
     engines = [ExactEngine("aaa", whole=whole), ExactEngine("aaa", whole=whole, parts=parts)]
     if whole and len(parts) > 1:
         last = [event for event in run(generate_request(), engines, [3]).split(b"\n\n") if event][-2]
@@ -268,7 +269,7 @@ def generate_request() -> TextRequest:
 
 
 def test_a_template_that_leaves_out_the_end_of_the_prompt_is_noticed() -> None:
-    """Such as one that opens `<think>` in the prompt, but not before a partial answer."""
+    """For example, one that opens `<think>` in the prompt, but not before a partial answer."""
     text = TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True))
     seam, engine = Seam(text), Engine(Api.CHAT, ["a", "b", "c"])
     for event in engine.stream(dict(text.body))[:2]:
@@ -359,8 +360,8 @@ def test_which_requests_go_on(fields: dict[str, Any], why: Why | None) -> None:
 
 @pytest.mark.parametrize(("counts", "lag"), [((1, 2, 3), 0), ((1, 2, 5), 2), ((1, 4, 5), 0)])
 def test_the_last_tokens_of_an_event_of_several_may_have_no_text(counts: Sequence[int], lag: int) -> None:
-    """Such as half of a letter, or the end of an answer, which engines report in an event of its own. Then the text says how
-    many tokens the next engine gets."""
+    """For example half of a character, or the end of an answer, which engines report in a separate event. Then the text shows
+    how many tokens the next engine gets."""
     seam = Seam(TextRequest.of(Api.CHAT, body_of(Api.CHAT, 9, wants_usage=True)))
     for tokens in counts:
         chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}

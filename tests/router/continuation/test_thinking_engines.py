@@ -1,4 +1,4 @@
-"""Engines that parse reasoning die in the middle of it: another one's tokens go on, and the router parses them."""
+"""Engines that parse reasoning die in the middle of it: another one's tokens continue it, and the router parses them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -27,8 +27,8 @@ USAGE = {"stream_options": {"include_usage": True}, "temperature": 0}
 
 
 class ThinkingEngine:
-    """Its next streams end after so many events: `after` has a number for each. It tokenizes its answer and the markers;
-    other texts are a token each letter."""
+    """Its next streams each end after the number of events in `after`. It tokenizes its answer and the markers; in other
+    texts, each character is a token."""
 
     def __init__(self, engine: ExactEngine) -> None:
         self.engine = engine
@@ -77,8 +77,8 @@ class ThinkingEngine:
 async def test_reasoning_goes_on_after_each_event(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, opened: bool, more: dict[str, Any], path: str
 ) -> None:
-    """By the ids that engines give; by those of its text if they give none, as with stop strings; as a partial message that
-    renders to these ids, which the engine parses itself, if it may call a tool."""
+    """With the ids that engines return; with those of its text if they return none, as with stop strings; or, if it may call a
+    tool, as a partial message that renders to these ids and that the engine parses itself."""
     monkeypatch.setattr(RetryBudget, "take", lambda _: True)
     script = ThinkingEngine(ExactEngine([*([] if opened else [START]), *THOUGHT, END, *WORDS], opened=opened))
     body = {**BODY, **USAGE, **more}
@@ -103,7 +103,7 @@ async def test_reasoning_goes_on_after_each_event(
 async def test_the_white_space_at_the_end_of_reasoning_is_not_guessed(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, strips: bool
 ) -> None:
-    """Events of several tokens may not show what the parser does with it; any whole answer of the pool does."""
+    """Events of several tokens may not show what the parser does with it; any complete answer in the pool does."""
     monkeypatch.setattr(RetryBudget, "take", lambda _: True)
     exact = ExactEngine([*THOUGHT, END, *WORDS], opened=True, strips=strips, parts=(2, 3))
     script = ThinkingEngine(exact)

@@ -13,7 +13,7 @@ def test_a_room_leads_to_the_rank_that_was_chosen_however_many_there_are(ranks: 
     rank = data.draw(st.integers(0, ranks - 1))
     fields = bootstrap_fields("http://10.0.0.1:30000", None, rank)
     assert fields["bootstrap_room"] % ranks == rank == fields["disagg_prefill_dp_rank"]
-    assert 0 <= fields["bootstrap_room"] < 2**63 - 1_000  # the rooms of further prompts are behind it
+    assert 0 <= fields["bootstrap_room"] < 2**63 - 1_000  # the rooms of further prompts come after it
 
 
 @pytest.mark.parametrize(("url", "host"), [("http://10.0.0.1:30000", "10.0.0.1"), ("https://[fd00::1]:1", "[fd00::1]")])

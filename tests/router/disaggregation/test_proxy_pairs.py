@@ -1,4 +1,4 @@
-"""Pairs through the proxy: simulated engines that hand KV over, and engines that answer in the real request forms, or fail."""
+"""Pairs through the proxy: simulated engines that hand KV over, and engines that answer in the real formats, or fail."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -48,7 +48,7 @@ def part(id: str, url: str, role: Role, kind: EngineKind = EngineKind.VLLM, **lo
 
 
 class Pair:
-    """Engines by worker id, written to the store as the parts that their names begin with."""
+    """Engines by worker id, written to the store with the roles that their names begin with."""
 
     def __init__(self, store: Store, kind: EngineKind) -> None:
         self.engines: dict[str, FaultyEngine] = {}
@@ -94,7 +94,7 @@ async def pair_of(store: Store) -> AsyncIterator[Any]:
 
 
 async def hand_over(request: Request) -> Response:
-    """As vLLM's prefill engine."""
+    """Answer like vLLM's prefill engine."""
     answer = json.loads(bytes((await well(request)).body))
     return JSONResponse({**answer, "kv_transfer_params": KV})
 
@@ -211,7 +211,7 @@ async def test_a_client_does_not_say_where_kv_is_read_from(pair_of: Any, valkey_
 
 
 class Rooms:
-    """SGLang engines: the decode engine answers when the prefill engine came to its room."""
+    """SGLang engines: the decode engine answers once the prefill engine is in its room."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()

@@ -1,4 +1,4 @@
-"""Ejection, half-open tries and readmission, without servers; and two routers over a real store."""
+"""Ejection, half-open attempts and readmission, without servers; and two routers over a real store."""
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_only_the_router_that_may_tries_again_and_with_one_request_at_a_time() -
     assert (change.worker_id, change.verdict, change.times) == ("a", Verdict.EJECT, 0)
     (change,) = ejections.take_changes(after, used=True)
     assert change.verdict is Verdict.PROBE
-    ejections.put_back([change], after)  # the store is away: nobody else is asked either
+    ejections.put_back([change], after)  # the store is away, so no other router tries either
     assert ejections.avoid(WORKERS, after).failing == set()
     ejections.record_sent("a", after)
     assert ejections.avoid(WORKERS, after).failing == {"a"}

@@ -1,4 +1,4 @@
-"""What one process remembers of objects, against plain lists."""
+"""One process's memory of objects, compared with plain lists."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.anyio
 
 
 def keeper(name: str) -> Answer:
-    """An engine that keeps responses and files of its own, by the name that the client gives, if any, as vLLM and SGLang do.
-    It answers with its own name."""
+    """An engine that keeps its responses and files under the names that clients give, if any, as vLLM and SGLang do. It
+    answers with its own name."""
     made: list[str] = []
 
     async def answer(request: Request) -> Response:
@@ -190,7 +190,7 @@ async def test_the_oldest_objects_are_forgotten(store: Store, monkeypatch: pytes
 async def test_one_tenants_objects_make_routers_forget_no_other_ones(
     store: Store, monkeypatch: pytest.MonkeyPatch, mine: str | None
 ) -> None:
-    """Nor does it find theirs, whatever it calls its own."""
+    """Nor does it find others' objects, whatever it calls its own."""
     monkeypatch.setattr(fleet_store, "MOST_OBJECTS", 40)
     monkeypatch.setattr(object_holders, "MOST_KNOWN", 40)
     fleet = FleetStore(store)

@@ -1,4 +1,4 @@
-"""Which objects of engines a request names."""
+"""The engine-kept objects that a request names."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engines that fetch each other's KV because the router says so: simulated engines, and engines that show their requests."""
+"""Engines fetch each other's KV because the router names a source: simulated engines, and engines that show their requests."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -29,7 +29,7 @@ running_quiet_proxy = partial(running_proxy, tokenizer="none", learn=False, acce
 
 
 def peer(id: str, url: str, load: Mapping[str, Any] | None = None, **changed: Any) -> FleetRecord:
-    """A worker that others fetch from, at its engine's own port."""
+    """A worker from which others fetch, at its engine's own port."""
     found = record(id, url, **(load or {}))
     fields = {**P2P, "kv_port": urlsplit(url).port, **changed}
     return found.model_copy(update={"endpoint": found.endpoint.model_copy(update=fields)})
@@ -80,7 +80,7 @@ async def test_without_a_connector_nothing_is_priced_predicted_or_fetched(store:
 async def test_a_source_that_died_or_holds_other_blocks_means_computing_and_is_then_priced_so(
     store: Store, valkey_url: str
 ) -> None:
-    """The answers show that nothing arrives; what is expected to arrive later is less."""
+    """The answers show that nothing arrives, so less is expected to arrive later."""
     async with peers(store) as fleet:
         full = peer("full", fleet.urls["full"], BUSY, kv_port=9)
         fleet.loaded.clear()
@@ -127,7 +127,7 @@ async def test_what_a_client_says_of_sources_never_reaches_an_engine(store: Stor
         assert not body.get("kv_hints") and "kv_hints" not in body.get("vllm_xargs", {})
         source = (body.get("kv_transfer_params") or {}).get("remote_kv_source")
         one = body.get("n", 1) == 1 and isinstance(body["prompt"][0], int)
-        assert (source is not None) == one  # an engine would take the source, by one id, for each prompt and answer
+        assert (source is not None) == one  # an engine would use the same source and id for each prompt and answer
         if source is not None:
             port = urlsplit(engines["full"].url).port
             assert (source["remote_host"], source["remote_port"]) == ("127.0.0.1", port)
@@ -155,7 +155,7 @@ async def test_equal_sources_share_the_fetches_of_all_routers(store: Store, valk
         for id in ids:
             await fleet.holds(id, prompt)
         slow = {"block_bytes": 6 << 20}  # a transfer takes 4 s, much longer than the next choices
-        busy = {"queued_prefill_tokens": 800_000}  # dearer than three fetches that delay each other
+        busy = {"queued_prefill_tokens": 800_000}  # more expensive than three fetches that delay each other
         records = {id: peer(id, f"http://127.0.0.1:{at}", busy, **slow) for at, id in enumerate(ids, 1)}
         records["free"] = peer("free", "http://127.0.0.1:4", {"running_decodes": 0}, **slow)
         await FleetStore(store).write(records)

@@ -1,4 +1,4 @@
-"""An engine that sends back what it gets: bodies of any kind and size, and the headers that reached it."""
+"""An engine that sends back what it receives: bodies of any kind and size, and the headers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ PIECE_BYTES = 300_000
 
 @dataclass(slots=True)
 class EchoEngine:
-    """`requests`: of each POST the headers, and the length of its body."""
+    """`requests`: the headers of each POST, and the length of its body."""
 
     url: str
     requests: list[tuple[dict[str, str], int]] = field(default_factory=list)

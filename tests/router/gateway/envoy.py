@@ -1,4 +1,4 @@
-"""A real Envoy on loopback: one listener for each way in which gateways ask a picker and reach its endpoints."""
+"""A real Envoy on loopback, with a listener for each way in which gateways ask a picker and reach its endpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ SUBSET_HEADER = "x-test-subset"
 TENANT_HEADER, TENANT_METADATA = "x-tenant", ("test.tenants", "tenant")
 PICKER, PICKER_TLS = "picker", "picker-tls"
 PATIENCE = "60s"
-"""Envoy's own limits of a call to the picker and of a connection: on a busy machine the defaults end both."""
+"""Envoy's own time limits for a call to the picker and for a connection: on a busy machine, the defaults end both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """`override_host`: the pool's endpoints are Envoy's, and it goes down the picker's list; else it sends to the picker's
-    address, whatever that is (ORIGINAL_DST). `trailers`: of answers. `tenant`: the gateway knows whose requests these are, and
-    says so in the header TENANT_HEADER and in metadata."""
+    """`override_host`: Envoy knows the pool's endpoints, and goes down the picker's list; otherwise it sends to the picker's
+    address, whatever that is (ORIGINAL_DST). `trailers`: answers have trailers. `tenant`: the gateway names the requests'
+    tenant in the header TENANT_HEADER and in metadata."""
 
     request_body: str = DUPLEX
     answer_body: str = DUPLEX
@@ -57,7 +57,7 @@ LISTENERS: Mapping[str, Listener] = {
 
 @dataclass(slots=True)
 class Ports:
-    """Chosen before anything listens, because Envoy's configuration names them all."""
+    """The ports, chosen before anything listens, because Envoy's configuration names them all."""
 
     picker: int = field(default_factory=free_port)
     picker_tls: int = field(default_factory=free_port)

@@ -1,4 +1,4 @@
-"""Simulated engines, an endpoint picker and a real Envoy in front of them; and what must hold when a test is over."""
+"""Simulated engines with an endpoint picker and a real Envoy in front of them, and checks for the end of a test."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +32,7 @@ def picker_settings(redis_url: str, **changed: Any) -> GatewaySettings:
 
 @asynccontextmanager
 async def running_picker(redis_url: str, **changed: Any) -> AsyncIterator[RunningPicker]:
-    """A picker that is ready, in this process."""
+    """A ready picker, in this process."""
     settings = picker_settings(redis_url, **changed)
     found: list[RunningPicker] = []
     up = anyio.Event()
@@ -52,7 +52,7 @@ async def running_picker(redis_url: str, **changed: Any) -> AsyncIterator[Runnin
 
 
 async def health(port: int, name: str) -> str:
-    """What the health service says of a name; the error's code if it says none."""
+    """The health service's status of a name, or the code of its error."""
     async with grpc.aio.insecure_channel(f"{LOOPBACK}:{port}") as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -89,8 +89,8 @@ class Gateway:
         return self.fleet.urls[worker_id].removeprefix("http://")
 
     async def nothing_is_booked(self) -> None:
-        """Waits until no stream runs in the picker of this process, and no booking is left in the pool. An id that was called
-        off before its booking came has an entry without a worker, so that the booking is refused."""
+        """Wait until no stream runs in this process's picker, and no booking is left in the pool. An id that was called off
+        before its booking came has an entry without a worker, so that the booking is refused."""
         _, _, reservations, *_ = pool_keys(SCOPE.pool_id)
 
         async def is_empty() -> bool:
@@ -106,7 +106,7 @@ async def running_gateway(
     workers: Mapping[str, Mapping[str, Any]],
     reports: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Up to three engines, on the ports that Envoy knows, and no picker yet. `reports`: see `running_fleet`."""
+    """Up to three engines on the ports that Envoy knows, and no picker yet. `reports`: see `running_fleet`."""
     placed = {
         worker_id: {**changed, "port": port}
         for (worker_id, changed), port in zip(workers.items(), envoy.ports.engines, strict=False)
@@ -123,5 +123,5 @@ async def running_gateway(
 
 
 def worker_of(answer: httpx.Response) -> str:
-    """The worker that was chosen for it, as its decision header says."""
+    """The chosen worker according to the answer's decision header."""
     return answer.headers["x-kvatlas-decision"].split('"')[1]

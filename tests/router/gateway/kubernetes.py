@@ -22,7 +22,7 @@ Object = dict[str, Any]
 
 @dataclass(slots=True)
 class Namespace:
-    """`objects`: by group and version, then by plural. `status`: of every answer from now on."""
+    """`objects`: by group and version, then by plural. `status`: the status of every answer from now on."""
 
     folder: Path
     objects: dict[str, dict[str, list[Object]]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Namespace:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[KubernetesApi]:
-        """The API as a pod of the namespace reaches it."""
+        """The API as a pod in the namespace reaches it."""
         (self.folder / "token").write_text("secret\n")
         (self.folder / "namespace").write_text(NAMESPACE)
         routes = [

@@ -80,7 +80,7 @@ def kinds(replies: Iterable[ProcessingResponse]) -> Sequence[str]:
 
 
 def set_headers(reply: ProcessingResponse) -> Mapping[str, str]:
-    """The headers that a reply sets, of whichever kind it is."""
+    """The headers that a reply of any kind sets."""
     part = getattr(reply, str(reply.WhichOneof("response")))
     mutation = part.headers if reply.HasField("immediate_response") else part.response.header_mutation
     assert all(option.header.raw_value and not option.header.value for option in mutation.set_headers)

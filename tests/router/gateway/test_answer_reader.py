@@ -1,4 +1,4 @@
-"""What is read of an answer while it passes through the picker."""
+"""What the picker reads from an answer that passes through it."""
 
 import json
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def event(delta: dict[str, str], **more: object) -> bytes:
 
 
 def read(headers: RawHeaders, parts: Iterable[tuple[float, bytes]]) -> tuple[AnswerReader, list[float]]:
-    """The reader behind these parts, each with the milliseconds at which it comes; and when there was content."""
+    """The reader after these parts, each given with its time of arrival in milliseconds, and the times of content."""
     now = [0]
     reader = AnswerReader(TEXT, hides_usage=False, clock=AnswerClock(lambda: now[0]))
     reader.begin(200, headers)
@@ -35,7 +35,8 @@ def read(headers: RawHeaders, parts: Iterable[tuple[float, bytes]]) -> tuple[Ans
 
 
 def test_only_events_with_content_are_timed() -> None:
-    """A role, a finish reason, the usage and the end are no tokens: a short answer would look many times as fast as it is."""
+    """A role, a finish reason, the usage and the end are not tokens; if they counted, a short answer would look many times as
+    fast."""
     reader, with_content = read(
         EVENTS,
         [

@@ -1,4 +1,4 @@
-"""What the picker learns from answers that pass through Envoy: errors of status 200, ends, and objects that engines keep."""
+"""What the picker learns from answers that pass through Envoy: errors with status 200, ends, and objects that engines keep."""
 
 from typing import Any
 

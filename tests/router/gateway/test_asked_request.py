@@ -1,4 +1,4 @@
-"""What a picker passes on to engines, whatever a gateway lets through."""
+"""The requests that a picker passes on to engines, whatever a gateway lets through."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""TLS from files: mistakes are one line; settings that exclude each other are refused."""
+"""TLS from files: each mistake is reported in one line; settings that exclude each other are refused."""
 
 from pathlib import Path
 from typing import Any

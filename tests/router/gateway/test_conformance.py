@@ -1,7 +1,7 @@
-"""What the conformance suite of the Gateway API Inference Extension (v1.6.0) asks of the picker that it runs with.
+"""The requirements of the Gateway API Inference Extension's conformance suite (v1.6.0) for the picker that it runs with.
 
-The suite tests gateways, in a cluster, with a picker of its own (`lwepp`). These are its requests, through a real Envoy, to
-pods that echo as its do: pods have addresses of their own on loopback, and nobody publishes for them.
+The suite tests gateways, in a cluster, with its own picker (`lwepp`). These are its requests, through a real Envoy, to pods
+that echo like its own: each pod has its own address on loopback, and none has a publisher.
 """
 
 import re
@@ -84,7 +84,7 @@ async def test_traffic_reaches_only_the_pods_and_ports_that_the_header_names(sui
             f"{first},{second}:{low},{second}:{high},{third}",
             suite.endpoints(*IPS) - {f"{second}:{middle}"},
         ),
-        # the other pool's pods are another picker's
+        # the other pool's pods belong to another picker
         (",".join([*IPS, OTHER_IP]), suite.endpoints(*IPS)),
         ("", suite.endpoints(*IPS)),
     ]
@@ -102,7 +102,7 @@ async def test_traffic_reaches_only_the_pods_and_ports_that_the_header_names(sui
         assert answer.status_code == 503 and not suite.reached()
     endpoint = f"{second}:{low}"
     answer = await suite.gateway["whole"].post("/x", json=BODY, headers={SELECTION: endpoint})
-    # this gateway does not say who served, which is its failure; the pod can report what was picked
+    # this gateway does not say who served, which is its own failure; the pod can report what was picked
     assert answer.headers[SERVED].startswith("fail: ")
     ((received, _),) = suite.pods[endpoint].requests
     assert received["x-echo-set-header"] == f"{SERVED}:{endpoint}"

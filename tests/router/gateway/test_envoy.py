@@ -1,4 +1,4 @@
-"""Requests through a real Envoy: their engine is picked by what it holds, and their answers are followed to the end."""
+"""Requests through a real Envoy: engines are picked by what they hold, and answers are followed to the end."""
 
 import asyncio
 import hashlib
@@ -138,7 +138,7 @@ async def test_a_client_that_goes_away_before_or_in_the_answer_ends_its_request_
             tasks.cancel_scope.cancel()
         await until(partial(requests_are, engine, "running", 0), what="the engine gave the request up")
         async with gateway["whole"].stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-            events = await _first_lines(answer, 3)  # while the answer is made
+            events = await _first_lines(answer, 3)  # while the answer is generated
             assert all(line.startswith("data: {") for line in events)
         await until(partial(requests_are, engine, "running", 0), what="the engine gave the stream up")
         await gateway.nothing_is_booked()
@@ -222,7 +222,7 @@ async def test_a_subset_without_a_known_endpoint_is_routed_by_prefix_and_an_empt
         headers = {SUBSET_HEADER: unpublished.url.removeprefix("http://")}
         answer = await gateway["whole"].post("/v1/completions", json=ASK, headers=headers)
         assert answer.status_code == 200 and answer.json() == ASK
-        # where KV is read from is not for a client to say, here neither
+        # here, too, a client must not say where KV is read from
         own = {**ASK, "bootstrap_host": "10.9.9.9"}
         answer = await gateway["whole"].post("/v1/completions", json=own, headers=headers)
         assert answer.status_code == 200 and answer.json() == {**ASK, "bootstrap_host": None}
@@ -253,7 +253,7 @@ async def test_an_endpoint_that_can_not_answer_costs_a_retry_where_the_gateway_t
         await gateway.nothing_is_booked()
         assert (picker.counters.served_elsewhere, picker.counters.answered) == (1, 1)
         assert picker.client.answers.counts.prompts_equal == 0
-        # one that does not say who served: the prediction of the dead worker is compared
+        # a gateway that does not say who served: the dead worker's prediction is compared
         answer = await gateway["override host, untold"].post("/v1/completions", json=ASK)
         assert answer.status_code == 200
         await gateway.nothing_is_booked()
@@ -272,7 +272,7 @@ async def test_200_concurrent_streams_end_without_a_booking(
         assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
         return worker_of(answer)
 
-    # times of a busy machine would teach that equal engines differ
+    # from a busy machine's times, the router would learn that equal engines differ
     async with running_picker(valkey_url, port=envoy.ports.picker, learn=False) as picker:
         chosen = Counter(await asyncio.gather(*(one(number) for number in range(200))))
         await gateway.nothing_is_booked()
@@ -387,7 +387,7 @@ async def test_a_pair_is_told_to_the_decode_workers_sidecar_and_its_bookings_end
                 own = {"X-Prefiller-Host-Port": "10.9.9.9:80", "X-Data-Parallel-Rank": "7", "X-Other": "kept"}
                 answer = await gateway["whole"].post("/v1/completions", json={**PAIR_BODY, **told}, headers=own)
                 assert answer.status_code == 200 and worker_of(answer) == "d"
-                assert not answer.json().get("kv_transfer_params")  # where KV is read from is not for a client to say
+                assert not answer.json().get("kv_transfer_params")  # a client must not say where KV is read from
                 assert engine.requests[-1][0].get("x-prefiller-host-port") == (
                     prefill.removeprefix("http://") if header else None
                 )

@@ -1,4 +1,4 @@
-"""What a failing picker, engine or gateway costs, by how much of an answer the picker follows; and what is refused."""
+"""The effects of a failing picker, engine or gateway, by how much of an answer the picker follows; and refusals."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ async def test_however_much_of_an_answer_is_followed_it_passes_and_its_booking_e
         client = gateway[listener]
         whole = await client.post("/v1/completions", json=ASK)
         assert whole.status_code == 200 and whole.json()["usage"]["prompt_tokens"] == len(PROMPT)
-        # in buffered mode the picker can't leave out an event: a usage is only there if the client asks
+        # in buffered mode, the picker can't leave out an event, so there is a usage only if the client asks for it
         asked = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
         streamed = await client.post("/v1/completions", json=asked)
         assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
@@ -120,10 +120,10 @@ async def test_a_killed_picker_cuts_only_answers_that_pass_through_it_and_anothe
             assert [line async for line in others if line][-1] == "data: [DONE]"
         for listener, status in (("whole", 500), ("buffered", 500), ("buffered, open", 200)):
             assert (await gateway[listener].post("/v1/completions", json=ASK)).status_code == status, listener
-        # in full duplex a gateway fails open only until a piece of the body was sent
+        # in full duplex, a gateway fails open only until a piece of the body has been sent
         assert (await gateway["open"].post("/v1/completions", json=ASK)).status_code in (200, 500)
         async with running_picker(valkey_url, port=envoy.ports.picker):
-            # what the killed one booked expires with its lease, as a killed router's does
+            # the killed picker's bookings expire with its lease, like those of a killed router
             assert (await gateway["open"].post("/v1/completions", json=ASK)).status_code == 200
 
 
@@ -187,7 +187,7 @@ async def test_a_stopped_picker_is_not_ready_first_and_ends_what_runs(
             assert [line async for line in running.aiter_lines() if line][-1] == "data: [DONE]"
         counters = found[0].counters
         await until(lambda: not running_task, what="the picker has ended")
-        # it ended later than the answer's headers: with the answer
+        # it ended with the answer, after its headers
         assert (counters.answered, counters.left, counters.gone) == (2, 0, 0)
         await gateway.nothing_is_booked()
 

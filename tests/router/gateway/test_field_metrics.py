@@ -1,4 +1,4 @@
-"""The metrics that the field's dashboards read, on a page of Prometheus."""
+"""The metrics that common dashboards read, on a Prometheus page."""
 
 import pytest
 from opentelemetry import metrics

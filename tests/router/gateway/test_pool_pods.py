@@ -1,4 +1,4 @@
-"""Which endpoints a pool has: of names, and of an InferencePool in Kubernetes."""
+"""A pool's endpoints, from names and from an InferencePool in Kubernetes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whose request a picker believes it is: what the gateway says, never what its client says."""
+"""A picker believes the gateway about a request's sender, never the client."""
 
 import json
 

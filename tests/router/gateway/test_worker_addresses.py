@@ -1,4 +1,4 @@
-"""Which endpoint a worker has for a gateway, and which workers and pods a subset names."""
+"""A worker's endpoint for gateways, and the workers and pods that a subset names."""
 
 import pytest
 

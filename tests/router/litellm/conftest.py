@@ -1,4 +1,4 @@
-"""LiteLLM leaves connections open, which the collector reports in whichever test comes next: here it is called at once."""
+"""LiteLLM leaves connections open, which the garbage collector would report in a later test, so it is called here at once."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""LiteLLM's deployments and requests in the words of kvatlas."""
+"""LiteLLM's deployments and requests, in kvatlas' terms."""
 
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace

@@ -102,7 +102,7 @@ class LiteRouter:
         return result.cost.amounts[4] - 1, result.cost.amounts[0]
 
     async def nothing_is_left(self, held: int) -> None:
-        """The end of every booking was reported, and the store has none."""
+        """Wait until the end of every booking was reported, and the store has none."""
 
         async def none() -> bool:
             return self.routing.held == 0 and not any((await self.booked()).values())
@@ -121,7 +121,7 @@ async def lite_router(
     held_s: float = 600.0,
     **changed: Any,
 ) -> AsyncIterator[LiteRouter]:
-    """`urls`: other engines beside those of the fleet, by worker."""
+    """`urls`: engines in addition to those of the fleet, by worker."""
     known = {**fleet.urls, **(urls or {})}
     for worker_id in known:
         await fleet.report(worker_id, known[worker_id])
@@ -135,7 +135,7 @@ async def lite_router(
         ours.KvatlasRouting(router, client, tokenizer, held_s=held_s) as r,
     ):
         yield LiteRouter(router, r, client, known)
-        await async_client_cleanup.close_litellm_async_clients()  # engines wait for connections that are kept
+        await async_client_cleanup.close_litellm_async_clients()  # engines wait for connections that are kept open
         litellm.in_memory_llm_clients_cache.flush_cache()
 
 

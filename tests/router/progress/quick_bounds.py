@@ -1,4 +1,4 @@
-"""Bounds that a test can wait for."""
+"""Bounds short enough for tests."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from kvatlas_router.progress.expected_times import Bounds
 
 
 def shorten_bounds(monkeypatch: pytest.MonkeyPatch, *, least_s: float = 0.5, unknown_s: float = 0.5) -> None:
-    """`least_s`: until an engine whose times are known may be suspected. `unknown_s`: until one whose times are not is
-    stalled."""
+    """`least_s`: shortest time until an engine with known times may be suspected. `unknown_s`: time until one with unknown
+    times is stalled."""
     times, engine = "kvatlas_router.progress.expected_times", "kvatlas_router.progress.engine_progress"
     monkeypatch.setattr(f"{times}.LEAST_SUSPECT_S", least_s)
     monkeypatch.setattr(f"{times}.UNKNOWN_S", unknown_s)

@@ -1,4 +1,4 @@
-"""The state of one engine by its progress: what it says in each case, and what holds whatever happens."""
+"""The state of one engine by its progress: the state in each case, and what holds whatever happens."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ STEP_S = 0.1
 
 @dataclass
 class Seen:
-    """An engine under a router that looks every STEP_S, and sends a probe whenever it should. `outcome`: of probes."""
+    """An engine under a router that looks every STEP_S, and sends a probe whenever it should. `outcome`: that of probes."""
 
     engine: EngineProgress = field(default_factory=EngineProgress)
     now: float = 0.0
@@ -183,8 +183,9 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=60))
 def test_whatever_happens(events: list[tuple[str, object]]) -> None:
-    """Against what was seen, in the words of the rule: an engine stalls only after a silence of at least the least bounds while
-    it had work, with a probe that was out or refused; progress makes it alive at once; found in the end, and back by itself."""
+    """Compared with what was seen, in the rule's terms: an engine becomes stalled only after a silence of at least the
+    shortest bounds while it had work, with a probe that was unanswered or refused; progress makes it alive at once; a stall is
+    found in the end, and the engine returns by itself."""
     seen, number, open_keys, last_progress, paused = Seen(), 0, list[int](), 0.0, 0.0
     last_sent: float | None = None
     for name, value in events:
@@ -216,7 +217,7 @@ def test_whatever_happens(events: list[tuple[str, object]]) -> None:
             assert last_sent is not None
             assert seen.now - max(last_progress, last_sent) >= 2.0 - STEP_S  # the least of the bounds
             assert seen.probes > 0
-    # it answers nothing more: it is found in time, if it has work
+    # it no longer answers anything: if it has work, that is found in time
     seen.outcome = None
     seen.engine.send("last", BOUNDS, seen.now)
     seen.wait(8.0 + 20.0 + 2 * PROBE_EVERY_S)
@@ -226,7 +227,7 @@ def test_whatever_happens(events: list[tuple[str, object]]) -> None:
     seen.engine.end_probe(Probe.FAILED, seen.now)
     seen.wait(TRIAL_EVERY_S + PROBE_EVERY_S)
     if not seen.engine.may_be_probed:
-        # a real request shows it: one that is there as its trial already, or the next
+        # a real request shows it: its trial, if one is already there, or the next
         if seen.engine.refuses(seen.now):
             seen.engine.receive("last", seen.now)
         else:

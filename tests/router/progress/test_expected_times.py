@@ -1,4 +1,4 @@
-"""How long an engine may be silent, by what its pool's answers took."""
+"""How long an engine may be silent, given how long its pool's answers took."""
 
 from math import inf
 
@@ -61,7 +61,7 @@ def test_a_silence_that_ended_well_is_allowed_again_for_a_while() -> None:
         times.add("streamed", 0.1, 0.1)
     usual_s = times.bounds("streamed", 0.1, 0.0).stall_s
     times.add_silence(6.0, 0.0)
-    times.add_silence(MOST_QUIET_S + 1, 0.0)  # the end of a stall: no measure of health
+    times.add_silence(MOST_QUIET_S + 1, 0.0)  # the end of a stall, which is no measure of health
     assert times.bounds("streamed", 0.1, 1.0).stall_s > 8.0
     assert times.bounds("streamed", 0.1, 1e6).stall_s == usual_s
 

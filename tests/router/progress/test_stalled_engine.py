@@ -1,4 +1,4 @@
-"""Engines that answer their status pages and compute nothing, and engines that compute for long and answer no status page."""
+"""Engines that answer their status pages but compute nothing, and engines that compute for long and answer no status page."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -30,7 +30,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, number: int, **more: Any) -> str:
-    """The worker that answered it well."""
+    """Send a request that must succeed. Returns the worker that answered."""
     answer = await client.post("/v1/completions", json=body(number, **more))
     assert answer.status_code == 200, answer.text
     assert "usage" in answer.text or answer.text.endswith("data: [DONE]\n\n"), answer.text
@@ -42,7 +42,7 @@ async def is_stalled(client: httpx.AsyncClient, *workers: str) -> bool:
 
 
 async def warm_up(client: httpx.AsyncClient) -> None:
-    """Until it is known what answers take here."""
+    """Send requests until it is known how long answers take here."""
     for number in range(30):
         await ask(client, number)
 
@@ -56,7 +56,7 @@ async def test_a_hung_engine_loses_no_request_is_named_and_comes_back_by_itself(
         running_proxy(valkey_url, tokenizer="none") as client,
     ):
         await warm_up(client)
-        await fleet.holds("w0", PREFIX)  # it draws all of these prompts
+        await fleet.holds("w0", PREFIX)  # it attracts all of these prompts
         await fleet.clients["w0"].post("/hang")
         assert (await fleet.clients["w0"].get("/health")).status_code == 200
         async with anyio.create_task_group() as tasks:
@@ -83,8 +83,8 @@ async def test_a_hung_engine_loses_no_request_is_named_and_comes_back_by_itself(
 async def test_an_engine_whose_health_page_waits_behind_a_prompt_keeps_everything(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, alone: bool, mispredicted: bool
 ) -> None:
-    """As SGLang's, in the middle of answers; the prompt takes longer than any status page has time. `mispredicted`: and far
-    longer than was predicted: then it counts as stalled, and still nothing is cut."""
+    """As SGLang's does, in the middle of answers. The prompt takes longer than any status page may take. `mispredicted`: it
+    also takes far longer than predicted; the engine then counts as stalled, but still nothing is cut."""
     monkeypatch.setattr("kvatlas_router.progress.expected_times.LEAST_SUSPECT_S", 0.5)
     if mispredicted:
         monkeypatch.setattr("kvatlas_router.progress.expected_times.PREDICTION_S", (0.01, 0.1))
@@ -122,7 +122,7 @@ async def _has_begun(client: httpx.AsyncClient, answers: int) -> bool:
 
 
 async def slow_answer(request: Request) -> Response:
-    """Later than impatient clients wait."""
+    """Answer later than impatient clients wait."""
     await anyio.sleep(0.4)
     return await well(request)
 
@@ -150,7 +150,7 @@ async def _was_probed(client: httpx.AsyncClient) -> bool:
 
 
 async def keep_alives(_: Request) -> Response:
-    """Comments of a server that waits for its engine: they are no progress."""
+    """Send comments like a server that waits for its engine; they are not progress."""
 
     async def comments() -> AsyncIterator[bytes]:
         while True:
@@ -206,7 +206,7 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
 ) -> None:
     monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.EJECT_S", 0.2)
     monkeypatch.setattr("kvatlas_router.ejection.pool_ejections.MOST_EJECT_S", 0.2)
-    monkeypatch.setattr("kvatlas_router.ejection.monitor.EVERY_S", 0.1)  # how often a router asks if it may try
+    monkeypatch.setattr("kvatlas_router.ejection.monitor.EVERY_S", 0.1)  # how often a router asks whether it may try
 
     async def die(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -224,7 +224,7 @@ async def test_an_engine_that_dies_in_every_answer_breaks_one_stream_a_trial(
         numbers = count(1, 2)
 
         async def ask_the_dying() -> httpx.Response:
-            """It holds each prompt, and the other one none."""
+            """The dying engine holds each prompt, and the other one none."""
             prompt = [number := next(numbers)] * 64
             await fleet.holds("w0", prompt)
             return await client.post("/v1/completions", json=body(number, prompt=prompt))

@@ -21,7 +21,7 @@ CHAT = TextRequest.of(Api.CHAT, {"model": MODEL, "messages": [{"role": "user", "
 
 
 class Fleet:
-    """A fleet that is read when the test lets it, and a clock."""
+    """A fleet that is read only when the test allows it, and a clock."""
 
     def __init__(self) -> None:
         self.records: Mapping[str, FleetRecord] | None = RECORDS
@@ -47,7 +47,7 @@ async def test_first_requests_wait_for_the_fleet_and_later_ones_do_not() -> None
         assert [await each for each in first] == [SCOPE] * 3 and fleet.asked == 1
         fleet.now_s += 2 * FLEET_AGE_S
         fleet.open.clear()
-        # the store hangs: nobody waits for it, not even the request that finds the records too old
+        # the store hangs: no request waits for it, not even the one that finds the records too old
         assert [await catalogue.scope_of(MODEL) for _ in range(3)] == [SCOPE] * 3
         assert list(await catalogue.records()) == ["w"] and await catalogue.routable() == 1
         await until(lambda: fleet.asked == 2, what="the fleet is read again")
@@ -70,7 +70,7 @@ async def test_a_model_is_not_called_unknown_before_the_fleet_was_read() -> None
 
 
 async def test_a_model_is_known_for_a_while_after_the_store_came_back_without_its_data() -> None:
-    """However long it was away, and even if other models are written first."""
+    """This holds however long it was away, and even if other models are written first."""
     fleet = Fleet()
     fleet.open.set()
     one = record("o", "http://o:1")
@@ -86,14 +86,14 @@ async def test_a_model_is_known_for_a_while_after_the_store_came_back_without_it
 
 
 async def test_a_model_without_workers_keeps_its_name_for_an_hour() -> None:
-    """Its requests find no worker, which passes; a model that does not exist is an error for good."""
+    """Its requests find no worker, which is temporary; a model that does not exist is a permanent error."""
     fleet = Fleet()
     fleet.open.set()
     async with engine_client() as client:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
         assert await catalogue.scope_of(MODEL) == SCOPE
         fleet.records = {}
-        for number in range(2 * MOST_TENANTS):  # names that clients make up push nothing out
+        for number in range(2 * MOST_TENANTS):  # names that clients make up displace nothing
             assert await catalogue.scope_of(f"unknown {number}") is None
         for after_s, scope in ((20, SCOPE), (GONE_S - 30, SCOPE), (40, None)):
             fleet.now_s += after_s
@@ -122,7 +122,7 @@ def changed(worker_id: str, tenants: tuple[str, ...] = (), **endpoint: str) -> F
 
 
 async def test_only_engines_of_a_requests_own_scope_are_asked_about_it() -> None:
-    """Whatever other tenants' engines call their models, and though another pool's have a model of the same name."""
+    """Whatever other tenants' engines call their models, and even if another pool has a model of the same name."""
     others = changed("c", ("globex",), model_id="own")
     two_pools = {
         "a": changed("a", ("acme",), model_id="base"),
@@ -158,7 +158,7 @@ async def test_engines_and_names_are_found_again_when_the_records_change() -> No
 
     async with engine_client() as client:
         catalogue = Catalogue(fleet.read, client, clock=lambda: fleet.now_s)
-        for tenant in range(2 * MOST_TENANTS):  # what is remembered for them stays limited
+        for tenant in range(2 * MOST_TENANTS):  # what is remembered for them is bounded
             scope = replace(SCOPE, tenant_id=f"t{tenant}")
             assert await catalogue.engines_of(CHAT.of_engines(EngineKind.VLLM, scope)) == ["http://w:1"]
         assert await asks("http://w:1") and await catalogue.scope_of("other") is None

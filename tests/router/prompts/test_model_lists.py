@@ -1,4 +1,4 @@
-"""What each worker serves: adapters are loaded and unloaded while engines run."""
+"""The names that each worker serves: adapters are loaded and unloaded while engines run."""
 
 from contextlib import AsyncExitStack
 
@@ -54,7 +54,7 @@ async def test_adapters_are_noticed_when_they_come_and_go(
             return decision(answer)[0] if answer.status_code == 200 else ""
 
         assert await chosen() == "w0"
-        # unloaded, and not asked for since: the engine's refusal is enough
+        # unloaded, and the list not read since: the engine's refusal is enough
         engines[0].adapters, engines[1].adapters = [], ["sql"]
         engines[0].answer = status(404)
 
@@ -94,7 +94,7 @@ async def test_sglangs_adapters_are_named_in_three_ways(store: Store, valkey_url
             worker_id, said = decision(answer)
             assert (answer.status_code, worker_id) == (200, expected), named
             assert int(said["cached"]) > 0, named
-        for unlike in ("unknown", ["sql"], 5):  # SGLang refuses them, or reads them for a batch
+        for unlike in ("unknown", ["sql"], 5):  # SGLang refuses them, or takes them for a batch
             answer = await client.post("/v1/completions", json={**base, "lora_path": unlike})
             assert decision(answer)[1].get("cached", "0") == "0", unlike
         assert (await client.post("/v1/completions", json={**base, "model": f"{MODEL}:other"})).status_code == 404

@@ -1,4 +1,4 @@
-"""Whose prompt it is, also if its text is not read."""
+"""The program that a prompt belongs to, even if its text is not read."""
 
 import pytest
 

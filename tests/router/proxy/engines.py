@@ -27,7 +27,7 @@ SCOPE = Scope(MODEL, MODEL)
 BLOCK_SIZE = 4
 REPORT_S = 0.5
 PATIENT_MS = 60_000
-"""What a busy machine needs: a decision that goes on without the store is another one."""
+"""A deadline for busy machines: a decision without the store would be a different one."""
 
 
 def record(worker_id: str, url: str, **load: Any) -> FleetRecord:
@@ -52,7 +52,7 @@ class Fleet:
     urls: Mapping[str, str]
     clients: Mapping[str, httpx.AsyncClient]
     loaded: dict[str, FleetRecord] = field(default_factory=dict)
-    """Records with a load, which is believed only while it is reported again and again."""
+    """Records with a load, which is believed only while it keeps being reported."""
 
     async def holds(self, worker_id: str, tokens: Sequence[int], scope: Scope = SCOPE) -> None:
         """Let the index say that a worker holds a prompt's full blocks."""
@@ -67,7 +67,7 @@ class Fleet:
             self.loaded[worker_id] = written
 
     async def report_loads(self) -> None:
-        """As publishers do, until cancelled."""
+        """Report the loads as publishers do, until cancelled."""
         while True:
             with suppress(*STORE_FAILURES):  # a test may take the store away
                 await FleetStore(self.store).write(self.loaded)
@@ -78,8 +78,8 @@ class Fleet:
 async def running_fleet(
     store: Store, workers: Mapping[str, Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]] | None = None
 ) -> AsyncIterator[Fleet]:
-    """An engine for each worker, with changed settings, all reported to be up. `reports`: what else is reported, of these or
-    of other workers, before a proxy reads it."""
+    """An engine for each worker, with changed settings, all reported as up. `reports`: other records, of these or other
+    workers, that are reported before a proxy reads them."""
     async with AsyncExitStack() as stack:
         urls: dict[str, str] = {}
         clients: dict[str, httpx.AsyncClient] = {}
@@ -100,7 +100,7 @@ async def running_fleet(
 
 @asynccontextmanager
 async def running_proxy(redis_url: str, **changed: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client to a proxy that answers, however busy the machine is."""
+    """A client of a proxy that answers, however busy the machine is."""
     given = {
         "redis_url": redis_url,
         "port": 0,

@@ -1,4 +1,4 @@
-"""Engines that fail in the ways that engines do, one answer for each request; `counts` says how often they were asked."""
+"""Engines that fail in realistic ways, with one answer for each request; they count their requests."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 @dataclass(slots=True)
 class FaultyEngine:
-    """`answer` gives the answer to every POST and may be changed; `models` are what it lists; `key`: without it calls are
+    """`answer` gives the answer to every POST and may be changed; `models`: the models it lists; `key`: calls without it are
     refused."""
 
     answer: Answer
@@ -34,13 +34,13 @@ class FaultyEngine:
 
     @property
     def asked(self) -> int:
-        """How many requests it got."""
+        """Number of requests that it got."""
         return len(self.requests)
 
 
 @asynccontextmanager
 async def faulty_engine(answer: Answer, *, healthy: bool = True) -> AsyncIterator[FaultyEngine]:
-    """`healthy`: does it answer its status page?"""
+    """`healthy`: True if it answers its status page."""
     engine = FaultyEngine(answer)
 
     async def post(request: Request) -> Response:
@@ -77,7 +77,7 @@ async def faulty_engine(answer: Answer, *, healthy: bool = True) -> AsyncIterato
 
 
 def status(code: int, **headers: str) -> Answer:
-    """Always this status."""
+    """An answer that always has this status."""
 
     async def answer(_: Request) -> Response:
         body = {"error": {"message": f"status {code}", "type": "test", "param": None, "code": code}}
@@ -87,7 +87,7 @@ def status(code: int, **headers: str) -> Answer:
 
 
 async def well(request: Request) -> Response:
-    """A short completion, or whatever the path asks for."""
+    """Answer with a short completion, or whatever the path asks for."""
     body = await request.body()
     asked = json.loads(body) if body[:1] == b"{" else {}
     usage = {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
@@ -101,7 +101,7 @@ async def well(request: Request) -> Response:
 
 
 def in_turn(*answers: Answer) -> Answer:
-    """These answers one after another, again and again."""
+    """Gives these answers in turn, over and over."""
     turn = 0
 
     async def answer(request: Request) -> Response:

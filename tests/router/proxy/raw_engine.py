@@ -1,4 +1,4 @@
-"""An engine that answers each POST with given bytes and hangs up: what no well-behaved one does."""
+"""An engine that answers each POST with given bytes and hangs up, as no well-behaved one does."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ def chunk(body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class RawEngine:
-    """`heads`: the request heads that it was sent."""
+    """`heads`: the request heads that it received."""
 
     url: str = ""
     heads: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
             writer.write(answer)
             await writer.drain()
         except asyncio.IncompleteReadError:
-            return  # the client left without a whole request
+            return  # the client disconnected without a whole request
         finally:
             writer.close()
 
@@ -51,7 +51,8 @@ async def raw_engine(answer: bytes) -> AsyncIterator[RawEngine]:
 
 @asynccontextmanager
 async def silent_engine(first: bytes) -> AsyncIterator[RawEngine]:
-    """It sends each POST these bytes and then nothing, keeps every connection open, and answers nothing else."""
+    """An engine that answers each POST with these bytes and then nothing, keeps every connection open, and answers nothing
+    else."""
     engine, over = RawEngine(), asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +76,7 @@ async def silent_engine(first: bytes) -> AsyncIterator[RawEngine]:
 
 
 async def read_cut(client: httpx.AsyncClient, path: str, body: object) -> bytes | None:
-    """What comes of an answer of status 200 before its connection is cut; None if it ends well."""
+    """The bytes of an answer with status 200 before its connection is cut; None if it ends properly."""
     text = b""
     async with client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200

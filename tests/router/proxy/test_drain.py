@@ -1,4 +1,4 @@
-"""A router that stops: not ready first, requests that run end, and what runs too long gets an error."""
+"""A router that stops is first not ready; running requests end, and those that take too long get an error."""
 
 import json
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 
 
 def stream_until(last: anyio.Event) -> Answer:
-    """A stream that ends when the test says so."""
+    """A stream that ends when `last` is set."""
 
     async def answer(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -89,7 +89,7 @@ async def test_a_stopping_router_is_not_ready_and_lets_streams_end(
                             await other.get("/health")
                     except httpx.ConnectError:
                         return True
-                    except (httpx.ReadError, httpx.RemoteProtocolError):  # it was just closing when it was asked
+                    except (httpx.ReadError, httpx.RemoteProtocolError):  # it was just closing
                         return False
                     return False
 

@@ -1,4 +1,4 @@
-"""Requests go to addresses that engines may have, and clients' credentials only where the operator said."""
+"""Requests go only to addresses that engines may have, and clients' credentials only where the operator allows."""
 
 from ipaddress import ip_address
 

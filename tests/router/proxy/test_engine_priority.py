@@ -1,4 +1,4 @@
-"""The priority of a request in vLLM's own queue: what has little to compute comes first."""
+"""The priority of a request in vLLM's own queue: requests with little to compute come first."""
 
 import json
 import time
@@ -38,4 +38,4 @@ async def test_short_work_comes_first_and_clients_may_say_otherwise(
             assert (long, short) == (None, None)
             return
         assert before_ms < short < long
-        assert long - before_ms > 10 * 40_000 * 40 / 1e3  # ten times what the default rates say that it takes
+        assert long - before_ms > 10 * 40_000 * 40 / 1e3  # ten times as long as it takes at the default rates

@@ -1,5 +1,5 @@
-"""Engines that fail fast: their requests are answered elsewhere, they are left alone for a while, and nothing is believed of
-what they did not compute."""
+"""Engines that fail fast: their requests are answered elsewhere, they get none for a while, and what they did not compute does
+not count as cached."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -28,7 +28,7 @@ def body(number: int = 0, **more: object) -> dict[str, object]:
 
 
 async def three_engines(stack: AsyncExitStack, store: Store, first: object) -> tuple[Fleet, list[FaultyEngine]]:
-    """Three workers on one of whose engines every answer is `first`."""
+    """Three workers; the first one's engine always answers with `first`."""
     fleet = await stack.enter_async_context(running_fleet(store, {}))
     engines = []
     for number, answer in enumerate((first, well, well)):
@@ -150,7 +150,7 @@ async def test_a_pool_that_fails_as_a_whole_is_not_ejected_and_not_asked_again_a
             assert answer.status_code == 500
         counted = await proxy_status(client)
         assert len(counted["ejected"]) <= 1 and counted["proxy"]["retries_denied"] > 50
-        assert sum(engine.asked for engine in engines) < 230  # of 300 without a budget
+        assert sum(engine.asked for engine in engines) < 230  # 300 without a budget
 
 
 async def test_retry_after_is_honoured(store: Store, valkey_url: str) -> None:
@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_at_the_event_that_ends_its_stream_is_not_gon
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
                     break
-        for _ in range(10):  # the router hears that the client left
+        for _ in range(10):  # the router notices that the client disconnected
             await proxy_status(client)
         left.set()
 

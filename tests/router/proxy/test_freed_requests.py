@@ -1,4 +1,4 @@
-"""Requests, with bodies that may be large, are freed when they end, and not when the garbage collector runs next."""
+"""Requests, whose bodies may be large, are freed when they end, not when the garbage collector runs next."""
 
 import gc
 import logging
@@ -35,7 +35,7 @@ OF_A_CONNECTION = (BoundedProtocol, RequestResponseCycle)
 def no_collection() -> Iterator[None]:
     logging.disable(logging.CRITICAL)  # pytest keeps records, and the errors in them
     gc.collect()
-    gc.freeze()  # what other tests' modules keep is not listed among the objects
+    gc.freeze()  # so objects of other tests' modules are not listed
     gc.disable()
     yield
     gc.enable()
@@ -117,7 +117,7 @@ DEPARTURES: dict[str, tuple[bytes, dict[str, object]]] = {
 
 @pytest.mark.parametrize("departure", DEPARTURES)
 async def test_nothing_is_left_of_a_request_whose_client_leaves(store: Store, valkey_url: str, departure: str) -> None:
-    """Whatever its engine does: it counts once, and has no booking."""
+    """Whatever its engine does, it counts once, and has no booking."""
     first, body = DEPARTURES[departure]
     _, _, reservations, *_ = pool_keys(SCOPE.pool_id)
     async with (

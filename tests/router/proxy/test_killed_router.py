@@ -1,4 +1,4 @@
-"""A router process that is killed in mid-answer: what it booked is free again, and so is its request's place at the engine."""
+"""After a router process is killed mid-answer, its bookings are free again, as is its request's place at the engine."""
 
 import asyncio
 import struct
@@ -44,7 +44,7 @@ async def test_a_killed_router_frees_its_bookings(store: Store, valkey_url: str)
                 await process.wait()
 
         async def is_free() -> bool:
-            await fleet.report("w1")  # as the indexer does each second
+            await fleet.report("w1")  # as the indexer does every second
             booked_running = struct.unpack_from(">10d", await store.client.hget(load, "w1"))[7]
             return not await store.client.hlen(reservations) and booked_running == 0
 

@@ -1,4 +1,5 @@
-"""Large JSON bodies: only the model's name is read, in slices and in little memory. And what the proxy's server refuses."""
+"""Large JSON bodies, of which only the model's name is read, in slices and with little memory; and what the proxy's server
+refuses."""
 
 import asyncio
 import json
@@ -98,7 +99,7 @@ async def test_others_are_served_while_a_large_body_is_read(prompt: bytes) -> No
 
 
 def test_a_body_of_57_mib_takes_little_more_than_itself() -> None:
-    """In a process of its own, whose peak is measured."""
+    """It runs in a separate process, whose peak memory is measured."""
     code = """
 import asyncio, resource
 from kvatlas_router.proxy.engine_call import read_call

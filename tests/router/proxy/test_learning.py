@@ -22,7 +22,7 @@ async def complete(client: httpx.AsyncClient, number: int, **body: Any) -> None:
 
 
 async def learned_from(store: Store, requests: int) -> Evidence:
-    """The evidence once this many requests are learned from."""
+    """The evidence, once it has been learned from this many requests."""
 
     found = Evidence()
 
@@ -37,13 +37,13 @@ async def learned_from(store: Store, requests: int) -> Evidence:
 
 
 def rows(evidence: Evidence, kind: Latency) -> float:
-    """How many times of a kind were measured lately."""
+    """Number of recently measured times of a kind."""
     return evidence.sums[2 * kind + 1]
 
 
 @pytest.fixture
 def on_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, what this process measures late would teach nothing."""
+    """On a busy machine, times that this process measures late would not be learned from."""
     monkeypatch.setattr(timings, "MOST_LATE", inf)
 
 
@@ -52,7 +52,7 @@ async def test_streams_and_answers_of_one_token_teach_rates(store: Store, valkey
     async with running_fleet(store, {"w1": {"speed_up": 20}}), running_proxy(valkey_url) as client:
         await complete(client, 1, max_tokens=8, stream=True)
         await complete(client, 2, max_tokens=1)
-        await complete(client, 3, max_tokens=8)  # in one piece: nobody knows when its first token was there
+        await complete(client, 3, max_tokens=8)  # in one piece: it is unknown when its first token was there
         await complete(client, 4, max_tokens=8, stream=True, n=2)
         evidence = await learned_from(store, 2)
         assert rows(evidence, Latency.TTFT) > rows(evidence, Latency.TPOT) > 0

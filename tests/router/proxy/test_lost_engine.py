@@ -1,4 +1,4 @@
-"""Engines that hang up: before the first byte nothing is lost, after it the client gets an error event."""
+"""Engines that hang up: before the first byte nothing is lost; after it, the client gets an error event."""
 
 import json
 
@@ -65,7 +65,7 @@ async def test_an_answer_lost_in_the_middle_ends_with_an_error_event(store: Stor
 
 
 async def test_an_answer_lost_in_the_middle_of_an_event_is_cut(store: Store, valkey_url: str) -> None:
-    """No error event could follow half of one."""
+    """No error event could follow half an event."""
     async with (
         raw_engine(HEAD + chunk(EVENT) + chunk(EVENT[:15])) as rude,
         running_fleet(store, {}, {"w1": {"url": rude.url}}),
@@ -126,7 +126,7 @@ async def test_an_engine_that_dies_behind_its_final_event_has_answered(
 async def test_an_answer_ends_soon_after_its_final_event(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch, continues: str
 ) -> None:
-    """Though its engine keeps the connection open and says nothing more."""
+    """Even if its engine keeps the connection open and sends nothing more."""
     monkeypatch.setattr(answer_relay, "END_S", 0.1)
     events = EVENT + b"data: [DONE]\n\n"
     async with (
@@ -141,7 +141,7 @@ async def test_an_answer_ends_soon_after_its_final_event(
 
 
 async def test_a_stream_of_two_choices_is_whole_only_with_both(store: Store, valkey_url: str) -> None:
-    """The end of one says nothing about the other."""
+    """The end of one choice says nothing about the other."""
     parts = [
         b'data: {"choices": [{"index": %d, "text": "a", "finish_reason": %b}]}\n\n' % (index, finish)
         for index, finish in ((0, b"null"), (1, b'"stop"'), (0, b"null"))
@@ -158,7 +158,7 @@ async def test_a_stream_of_two_choices_is_whole_only_with_both(store: Store, val
 
 
 async def test_an_answer_that_can_not_continue_is_whole_only_with_its_end(store: Store, valkey_url: str) -> None:
-    """Such as one within a call of a tool."""
+    """For example, one within a tool call."""
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a'}}
     event = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
     part = b"data: " + json.dumps(event).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""The store goes away: the proxy goes on with what it knew, and comes back by itself."""
+"""When the store goes away, the proxy continues with what it knew, and recovers by itself."""
 
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
@@ -80,7 +80,7 @@ async def test_no_request_waits_for_a_store_that_hangs(
         assert fleet.urls.keys() == {"w1", "w2"}
         line.stall()
         try:
-            with anyio.fail_after(REQUESTS):  # the store's own limit is 5 s a call
+            with anyio.fail_after(REQUESTS):  # the store's own limit is 5 s per call
                 for _ in range(REQUESTS):
                     answer = await client.post("/v1/completions", json={**BODY, "stream": True})
                     assert answer.status_code == 200

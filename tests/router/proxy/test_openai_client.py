@@ -40,7 +40,7 @@ async def openai_client(proxy: httpx.AsyncClient) -> AsyncIterator["openai.Async
 
 
 async def serve_everything(request: Request) -> Response:
-    """What an engine with every API answers; it repeats what it was sent."""
+    """Answer like an engine with every API, repeating what was sent."""
     if request.url.path == "/v1/audio/transcriptions":
         form = await request.body()
         return JSONResponse({"text": f"{len(form)} bytes"})
@@ -132,7 +132,7 @@ async def test_inference_calls_of_every_engine_go_to_workers_of_their_model(stor
             assert answer.json() == {"path": path, "method": "POST", "body": {"model": MODEL, "x": 1}}
             worker, parameters = decision(answer)
             assert (worker, parameters["untokenized"], parameters["cached"]) == ("w1", "unread", "0")
-        # the only model needs no name
+        # the only model need not be named
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
 
 
@@ -178,7 +178,7 @@ async def test_errors_are_those_of_the_official_client(store: Store, valkey_url:
 
 
 def endless(ended: anyio.Event, event: bytes) -> Answer:
-    """A stream of the same event; `ended` is set when nobody reads it any more."""
+    """An endless stream of the same event; `ended` is set when it is no longer read."""
 
     async def answer(_: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Routers as processes: several that share a port, and one that has few file descriptors."""
+"""Routers as processes: several that share a port, and one with few file descriptors."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
 async def router(
     valkey_url: str, *flags: str, descriptors: int | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A router that may open so many file descriptors."""
+    """A router that may open this many file descriptors."""
     words = ["router", "--redis-url", valkey_url, "--tokenizer", "none", "--decision-header", "always", *flags]
 
     def limit() -> None:
@@ -52,7 +52,7 @@ async def router(
 
 
 async def proxied(at: httpx.AsyncClient) -> int:
-    """Requests that this process has got."""
+    """Number of requests that this process has got."""
     return int((await at.get("/status")).json()["proxy"]["requests"])
 
 
@@ -76,7 +76,7 @@ async def test_several_share_a_port_and_one_that_crashes_is_started_again(store:
             return min([await proxied(one) for one in operators]) > 0
 
         await until(both_served, what="both processes get requests")
-        # a booking made by one ends at the other
+        # a booking made by one router is ended by the other
         held = await operators[0].post("/kvatlas/route", json=BODY)
         assert held.status_code == 200, held.text
         done = await operators[1].post("/kvatlas/done", json={"id": held.json()["id"]})

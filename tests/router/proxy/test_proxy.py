@@ -43,7 +43,7 @@ async def status(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def requests_are(engine: httpx.AsyncClient, gauge: str, number: int) -> bool:
-    """Has the engine this many running (or waiting) requests?"""
+    """True if the engine has this many running (or waiting) requests."""
     page = (await engine.get("/metrics")).text
     found = re.search(rf"^vllm:num_requests_{gauge}\{{.*\}} (.*)$", page, re.MULTILINE)
     assert found
@@ -144,7 +144,7 @@ async def test_an_engine_that_is_away_costs_only_another_try(store: Store, valke
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
         worker, parameters = decision(await client.post("/v1/completions", json=body))
         assert (worker, parameters["attempt"]) == ("w1", "2")
-        # for a while nobody else is sent there first
+        # for a while, no other request is sent there first
         worker, parameters = decision(await client.post("/v1/completions", json={**body, "stream": True}))
         assert (worker, parameters["attempt"]) == ("w1", "1")
         assert (await status(client))["proxy"]["unreachable"] == 1
@@ -224,7 +224,7 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine(
 async def test_a_request_that_swallows_its_cancellation_is_cancelled_again(
     store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As libraries do in which a result and a cancellation arrive together."""
+    """Like libraries in which a result and a cancellation arrive together."""
     run, waits = WorkerAttempts.run, anyio.Event()
 
     async def swallow(self: WorkerAttempts, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A request's hints in headers: strategy, priority, session, allow, deny; only where they are switched on."""
+"""A request's hints in headers: strategy, priority, session, allow, deny; only if they are switched on."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One server for the questions that need no other one."""
+"""One server for the queries that need no special one."""
 
 from collections.abc import AsyncIterator
 

@@ -44,7 +44,7 @@ async def write(store: Store, *records: FleetRecord) -> None:
 
 @asynccontextmanager
 async def running_index_server(redis_url: str, **changed: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int | None]]:
-    """A client to a server that answers, and its gRPC port."""
+    """A client of a server that answers, and the server's gRPC port."""
     given = {"redis_url": redis_url, "port": 0, "wait": False, "tokenizer": "none", **changed}
     settings = IndexServerSettings.load(**given)
     up, found = anyio.Event(), list[tuple[str, int | None]]()

@@ -1,4 +1,4 @@
-"""What routers of other projects ask of an index, and the answers that their documents promise."""
+"""Queries of other projects' routers, and the answers that their documentation promises."""
 
 from typing import Any
 
@@ -35,7 +35,8 @@ IN_DYNAMOS_WORDS = {
 
 
 async def fill(store: Store) -> None:
-    """An engine with two ranks, of which one holds half of the prompt twice, and one without ranks that holds it on disk."""
+    """An engine with two ranks, one of which holds half of the prompt twice, and an engine without ranks that holds it on
+    disk."""
     index = await open_redis_index(store, writer=True)
     await write(store, rank("prefill-1", 0), rank("prefill-1", 1), record("lone", "http://lone:8000"))
     await hold(index, "prefill-1-dp0", TOKENS, Tier.CPU_DRAM)

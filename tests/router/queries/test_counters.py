@@ -1,4 +1,4 @@
-"""What the index server counts of its questions."""
+"""The index server's counts of its queries."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Tokens by medium, against a model that has the tiers of every token."""
+"""Tokens by medium, compared with a model that has the tiers of every token."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -23,7 +23,7 @@ TOKENS = list(range(100_000, 100_000 + 200_000))
 
 
 async def turns_of_others(read: "asyncio.Future[Any]") -> int:
-    """How often another task runs until this one is done."""
+    """Number of times that another task runs until this one is done."""
     turns = 0
     while not read.done():
         await asyncio.sleep(0)
@@ -70,7 +70,7 @@ VALUES = st.recursive(
     st.dictionaries(NAMES, VALUES, max_size=4), st.sampled_from(["", ",", "]", ' "token_ids": [3, 4, ', "}"]), st.data()
 )
 def test_a_body_in_slices_is_read_as_a_whole_one(value: dict[str, Any], more: str, data: st.DataObject) -> None:
-    """And what is no JSON is refused."""
+    """Anything that is not JSON is refused."""
     text = json.dumps(value)
     at = data.draw(st.integers(0, len(text)))
     body = (text[:at] + more + text[at:]).encode()

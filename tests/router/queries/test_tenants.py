@@ -1,4 +1,4 @@
-"""A tenant's questions are answered from its own blocks alone, and operators name the tenant that they ask for."""
+"""A tenant's queries are answered from its own blocks alone, and operators name the tenant that they ask for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ QUESTION = {"model": MODEL, "block_size": BLOCK_SIZE, "token_ids": TOKENS}
 async def holders(
     client: httpx.AsyncClient, headers: Mapping[str, str], question: Mapping[str, object] = QUESTION
 ) -> dict[str, int]:
-    """Tokens by instance, under the tenant's name in the question."""
+    """Tokens by instance, under the tenant's name in the query."""
     answer = await client.post("/query", json=question, headers=dict(headers))
     assert answer.status_code == 200, answer.text
     (found,) = answer.json().values()
@@ -80,6 +80,6 @@ async def test_text_is_asked_with_the_models_own_tokenizer(store: Store, valkey_
         question = {"model": MODEL, "prompt": text}
         empty = (await client.post("/kvatlas/overlap", json=question)).json()
         assert empty["prompt_tokens"] >= 4 * BLOCK_SIZE and not empty["workers"]
-        await hold(index, "w", list(text.encode()))  # its tokenizer has one a byte
+        await hold(index, "w", list(text.encode()))  # its tokenizer makes one token per byte
         found = (await client.post("/kvatlas/overlap", json=question)).json()
         assert found["workers"][0]["resident_tokens"] > 0

@@ -1,4 +1,4 @@
-"""A router's page: its decisions, the fleet, and what its probe answers."""
+"""A router's page: its decisions, the fleet, and its probe's answers."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ async def test_the_page_shows_the_fleet_and_the_decisions_of_the_last_minutes(st
         page = texts((await client.get("/")).text)
         found = re.search(r"w1 \| 3 \| 100% \| 768 \| \d+% \| (\d+)% \| 0 \|", page)
         assert found is not None, page
-        assert found[1] == "66"  # of the second and third prompt all but the last block
+        assert found[1] == "66"  # all but the last block of the second and the third prompt
         assert "The last 3" in page and (await client.head("/")).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Files of clients: what they prove, and the one line that a mistake gets."""
+"""Clients files: what they prove, and the one-line error for each mistake."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""JWTs: what counts, what does not, and whose keys."""
+"""JWTs: which are valid, which are not, and whose keys count."""
 
 import base64
 import hashlib
@@ -107,7 +107,8 @@ def _forged(header: dict[str, Any], claims: dict[str, Any], signature: bytes = b
 
 
 def forged_tokens(keys: Keys) -> dict[str, bytes]:
-    """Tokens that prove nothing, by what is wrong with them. The issuer vouches for `acme` and what begins with `o`."""
+    """Tokens that prove nothing, by what is wrong with them. The issuer vouches for `acme` and for names that begin with
+    `o`."""
     public = keys.by_id["a"].public_key()
     pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     der = public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -190,7 +191,7 @@ async def test_new_keys_are_found_and_withdrawn_ones_do_not_count(tmp_path: Path
         keys.by_id.clear()
         keys.add("b")
         now = time.monotonic()
-        known._clock = lambda: now + 20  # a key that is not known is asked for, but not at every request
+        known._clock = lambda: now + 20  # an unknown key is asked for, but not at every request
         assert await prove(proof, keys.sign("b")) == "acme"
         with pytest.raises(Unproven):
             await prove(proof, old)
@@ -232,7 +233,7 @@ async def test_what_is_remembered_is_bounded_and_refusals_are_not(
 
 @pytest.mark.parametrize("others", [[], ["b"], ["b", "c"]])
 async def test_a_key_that_is_withdrawn_from_a_file_counts_no_more(tmp_path: Path, others: list[str]) -> None:
-    """Whatever else the file has, and though the token was seen before."""
+    """Whatever else the file has, and even if the token was seen before."""
     keys, file = Keys(), tmp_path / "jwks"
     for key_id in ("a", *others):
         keys.add(key_id)
@@ -279,7 +280,7 @@ async def test_keys_of_an_issuer_with_several_are_not_asked_for_again_and_again(
     "said", [None, b"[1]", b'{"keys":' + b"[" * 100_000, b'{"keys":[{"kty":"RSA","n":"","e":""}]}']
 )
 async def test_keys_that_were_never_read_prove_nothing(tmp_path: Path, said: bytes | None) -> None:
-    """Whatever the issuer says instead."""
+    """Whatever the issuer answers instead."""
     keys = Keys()
     keys.add("a")
     (tmp_path / "jwks").write_bytes(said or b"")

@@ -1,4 +1,4 @@
-"""Limits of clients, against a model that remembers every request, in one process and in several that share a store."""
+"""Clients' limits, compared with a model that remembers every request, in one process and in several that share a store."""
 
 import asyncio
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def limits_of_one_process() -> tuple[ClientLimits, Clock]:
 
 @dataclass
 class Naive:
-    """Buckets as the sum of all that came in and went out."""
+    """Buckets as the sum of everything that came in and went out."""
 
     per_minute: int
     left: float = field(init=False)
@@ -59,7 +59,7 @@ class Naive:
         return True
 
 
-# pauses after which whole amounts have refilled: a part of one is none
+# pauses after which whole amounts have refilled: a part of one does not count
 @given(st.lists(st.tuples(st.integers(0, 14).map(lambda n: 3 * n), st.integers(1, 30), st.booleans()), max_size=60))
 def test_what_passes_is_what_the_limits_say(steps: list[tuple[int, int, bool]]) -> None:
     async def run() -> None:
@@ -142,12 +142,12 @@ async def test_clients_have_limits_of_their_own() -> None:
     assert (await limits.admit(caller("c"))).headers() == []
 
 
-# ------------------------------------------------------------ of a fleet
+# ------------------------------------------------------------ in a fleet
 
 
 @dataclass
 class Fallible:
-    """A store that may be away, and counts what it is asked."""
+    """A store that may be away, and counts its calls."""
 
     fleet: FleetStore
     away: bool = False
@@ -179,8 +179,8 @@ async def count_admitted(routers: Sequence[ClientLimits], one: Caller, requests:
 
 
 async def test_a_limit_holds_for_all_routers_of_a_fleet(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four routers admit together what one would; and none asks the store for each request."""
-    monkeypatch.setattr("kvatlas_router.tenancy.allowance_exchange.CALL_S", 30.0)  # a busy machine's store is not away
+    """Together, four routers admit what one would, and none asks the store for each request."""
+    monkeypatch.setattr("kvatlas_router.tenancy.allowance_exchange.CALL_S", 30.0)  # busy is not away
     exchanges = [AllowanceExchange(Fallible(FleetStore(store))) for _ in range(4)]
     routers = [ClientLimits(TenancyCounters(), exchange) for exchange in exchanges]
     for exchange in exchanges:
@@ -223,7 +223,7 @@ async def test_while_the_store_is_away_each_router_goes_on_from_what_was_left(st
 
 
 async def test_the_store_counts_as_a_process_does(store: Store) -> None:
-    """Amounts for which the time that passes is of no account: an allowance that refills in a minute by 6."""
+    """With amounts for which the time that passes does not matter: the allowance refills by 6 in a minute."""
     fleet, local = FleetStore(store), LocalAllowances(10)
     for back, wanted in ((0, 2), (0, 9), (-30, 0), (20, 3), (5, 0), (1 << 40, 5), (-(1 << 40), 1), (59, 0), (10, 9)):
         draws = [Draw("requests:c", 6, back, wanted), Draw("tokens:c", 6, 0, wanted)]

@@ -19,7 +19,7 @@ CHATML = (
 
 
 def trained() -> Tokenizer:
-    """A byte-level BPE tokenizer with special tokens, as many models have it."""
+    """A byte-level BPE tokenizer with special tokens, like that of many models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def trained() -> Tokenizer:
 
 
 def bytewise() -> Tokenizer:
-    """One token a byte, its id the byte's value: as the simulated engine has it."""
+    """A tokenizer with one token per byte, whose id is the byte's value, like the simulated engine's."""
     letters = _byte_letters()
     tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -44,7 +44,7 @@ def bytewise() -> Tokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level tokenizers (GPT-2's table)."""
+    """The character that stands for each byte in byte-level tokenizers (GPT-2's table)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {byte: chr(byte) for byte in shown}
     for place, byte in enumerate(byte for byte in range(256) if byte not in letters):

@@ -117,7 +117,7 @@ async def test_in_a_burst_requests_wait_longer_than_the_deadline_while_others_ge
 async def test_a_request_does_not_wait_for_ever_while_others_get_their_tokens(
     most_pending: int, tick_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on with each look at it: how long this process stands still says nothing."""
+    """The clock advances each time it is read, so it does not matter how long this process stands still."""
     now_s = itertools.count(1_000.0, tick_s)
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: next(now_s))
 
@@ -142,7 +142,7 @@ async def test_a_request_does_not_wait_for_ever_while_others_get_their_tokens(
         await waiting
     assert late.value.why is Why.LATE and others == {None if most_pending > 1 else Why.BUSY}
     await budgeted.aclose()
-    assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]  # no place is lost
+    assert list(await budgeted.token_ids(REQUEST)) == [97, 98, 99]  # no slot is lost
 
 
 async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_refused(
@@ -163,7 +163,7 @@ async def test_late_tokens_are_not_waited_for_and_too_many_pending_prompts_are_r
     with pytest.raises(CannotTokenize) as busy:
         await budgeted.token_ids(REQUEST)
     assert busy.value.why is Why.BUSY
-    assert len(caplog.messages) == 2  # one for each kind, not for each request
+    assert len(caplog.messages) == 2  # one per kind, not per request
     assert all("prompt without token ids" in line and "routing it by load" in line for line in caplog.messages)
     may_end.set()
     budgeted = BudgetedTokenizer(tokenizer, TokenizerBudget(deadline_ms=20_000), budgeted.counters)

@@ -1,4 +1,4 @@
-"""Anthropic's messages and OpenAI's responses become the chats that vLLM and SGLang make of them."""
+"""Anthropic's messages and OpenAI's responses become the same chats as in vLLM and SGLang."""
 
 from contextlib import suppress
 from itertools import product

@@ -1,4 +1,4 @@
-"""What engines are asked, so that the answer is what they compute; and what they are not asked, because it would not be."""
+"""The calls for tokens to engines, whose answers are what engines compute, and requests for which there is no such call."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Token ids asked from engines, and equal to the local tokenizer's."""
+"""Token ids from engines equal those of the local tokenizer."""
 
 import asyncio
 import time
@@ -145,7 +145,7 @@ async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_f
         now = 0.0
         tokenizer = EngineTokenizer(client, of(hanging.url, addresses.base_url), clock=lambda: now)
         request = TextRequest(Api.COMPLETIONS, {"prompt": "ab"})
-        for _ in range(6):  # every second one would be the hanging engine's turn
+        for _ in range(6):  # otherwise every second one would go to the hanging engine
             assert await tokenizer.token_ids(request) == [97, 98]
         assert len(hanging.heads) == 1
         now += 10
@@ -155,7 +155,7 @@ async def test_another_engine_is_asked_if_one_hangs_and_that_one_is_asked_last_f
 
 
 async def test_an_engine_that_is_only_busy_is_waited_for() -> None:
-    """Asked twice for each prompt, engines that a burst keeps busy would have twice as much to do."""
+    """If engines that are busy with a burst were asked twice for each prompt, they would have twice as much to do."""
     may_end = anyio.Event()
 
     async def answer(asked: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Chats with images: all of their tokens from an engine that renders them, else those before the first image."""
+"""Chats with images: all their tokens come from an engine that renders them, otherwise only those before the first image."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,12 +58,12 @@ RENDERED = {
     "cache_salt": None,
     "priority": 0,
 }
-"""vLLM 0.33's own GenerateRequest as JSON."""
+"""vLLM 0.33's own GenerateRequest, as JSON."""
 
 
 @dataclass
 class Engine:
-    """Answers posts with (status, body) by path; others are 404. `asked`: what it was sent."""
+    """Answers POSTs with (status, body) by path; other paths get a 404. `asked`: what it was sent."""
 
     url: str
     answers: Mapping[str, tuple[int, Any]]
@@ -173,7 +173,7 @@ PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is str
     ],
 )
 def test_a_local_tokenizer_has_the_text_before_the_first_image(template: str, text: str) -> None:
-    """A template without parts gets the images before a message's text, as vLLM gives it."""
+    """A template without parts gets the images before a message's text, as in vLLM."""
     assert ChatTemplate({"default": template}).render(chat(ASKED)) == text
     tokenizer = LocalTokenizer(trained(), ChatTemplate({"default": template}))
     found = tokenizer.prompt_tokens(chat(ASKED))

@@ -1,4 +1,4 @@
-"""Engines behind an API key, and behind TLS with certificates of a private authority."""
+"""Engines behind an API key, and behind TLS with certificates from a private authority."""
 
 import asyncio
 import socket
@@ -57,7 +57,7 @@ async def test_a_private_authority_is_trusted_if_it_is_given(tmp_path: Path) -> 
 async def test_a_name_may_be_written_in_capitals_and_with_its_last_dot(
     tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve = socket.getaddrinfo  # it does not know this machine's names with a dot
+    resolve = socket.getaddrinfo  # it does not resolve this machine's names with a dot
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve(host.rstrip("."), *rest, **more))
     authority = Authority(tmp_path)
     async with tls_engine(authority.issue("localhost")) as port, trusting(authority.file) as client:

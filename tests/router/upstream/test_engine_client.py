@@ -1,4 +1,4 @@
-"""Calls to engines as they are on the wire, and what is said of engines that do not answer them."""
+"""Calls to engines as sent over the wire, and the errors for engines that do not answer."""
 
 import asyncio
 import socket
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-One: a\r\nx-one: b\r\n\r\nok"
 
 WORK_S = 0.5
-"""Longer than a closed connection is on its way."""
+"""Longer than it takes to notice a closed connection."""
 
 
 @dataclass(slots=True)
 class Wire:
-    """What an engine was sent: heads and bodies in order, and on which of its connections, counted from 0."""
+    """Everything that an engine was sent: heads and bodies in order, and the connection of each, counted from 0."""
 
     port: int = 0
     heads: list[bytes] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Wire:
 
 
 Manners = Callable[[Wire, int], bytes | None]
-"""What to answer to the last request, which is the connection's nth from 0; None: close the connection."""
+"""The answer to the last request, given its number on the connection, from 0; None: close the connection."""
 
 
 @asynccontextmanager
@@ -137,7 +137,7 @@ async def test_a_request_is_never_tried_a_third_time(method: str) -> None:
 
     async with engine(bad_request) as wire, engine_client() as client:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(4):  # several kept connections
+            for _ in range(4):  # several connections that are kept
                 tasks.create_task(post(client, wire))
         assert (await failure(post(client, wire, b"bad", method))).connected
     assert wire.bodies.count(b"bad") == 2

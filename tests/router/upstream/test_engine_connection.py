@@ -1,4 +1,4 @@
-"""Answers of engines as HTTP/1.1 allows them to end, and what is not allowed."""
+"""The ends of engines' answers that HTTP/1.1 allows, and those that it does not."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 @asynccontextmanager
 async def script(*parts: bytes, closes: bool = True) -> AsyncIterator[int]:
-    """The port of an engine that sends these parts, one at a time, to whatever it is asked."""
+    """The port of an engine that sends these parts, one at a time, whatever the request."""
     ended = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +219,7 @@ async def test_a_client_that_is_closed_does_not_ask_again() -> None:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})])
 async def test_a_call_that_is_cancelled_at_any_moment_leaves_no_connection_open() -> None:
-    """Also at the moment at which the connection is made, but not yet handed on."""
+    """Even at the moment when the connection has been made, but not yet handed on."""
     async with engine(lambda _, __: b"") as wire, engine_client() as client:
         for turns in range(24):
             call = asyncio.create_task(client.send("POST", f"http://127.0.0.1:{wire.port}/"))

@@ -1,4 +1,4 @@
-"""A router that is busy itself blames no engine for it."""
+"""A busy router does not blame engines for its own delays."""
 
 import asyncio
 import socket
@@ -24,7 +24,7 @@ TURN_S = 0.1
 async def busy_loop() -> AsyncIterator[None]:
     async def compute() -> None:
         while True:
-            time.sleep(TURN_S)  # noqa: ASYNC251 - it is what a busy router does
+            time.sleep(TURN_S)  # noqa: ASYNC251 - as in a busy router
             await asyncio.sleep(0)
 
     task = asyncio.create_task(compute())
@@ -38,7 +38,7 @@ async def busy_loop() -> AsyncIterator[None]:
 
 @contextmanager
 def address_that_does_not_answer() -> Iterator[str]:
-    """Its queue of connections is full, so that another one is neither taken nor refused."""
+    """Its queue of connections is full, so another one is neither accepted nor refused."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

@@ -36,7 +36,7 @@ async def report(store: Store, workers: dict[str, FleetRecord]) -> None:
 async def test_a_request_waits_in_the_pools_queue_and_alone_while_the_store_is_away(
     store: Store, valkey_url: str, size: int
 ) -> None:
-    """In small and large pools choices are made in different ways."""
+    """In small and large pools, choices are made in different ways."""
     workers = pool(*(worker(f"w{number}", load=FULL) for number in range(size)))
     await report(store, workers)
     async with (
@@ -70,7 +70,7 @@ async def test_a_request_waits_in_the_pools_queue_and_alone_while_the_store_is_a
         rows = [row for number in (1, 4) if (row := waiting(number).waiting) is not None]
         turns, shared = await client.turns(SCOPE.pool_id, [], rows)
         assert (turns.own, turns.requests, len(turns.turns), shared) == (2, 2, 1, False)
-        assert (await client.reserve(PROMPT)).worker_id in workers  # those that may not wait go to full engines
+        assert (await client.reserve(PROMPT)).worker_id in workers  # requests that may not wait go to full engines
 
 
 def cache(blocks: int, running: int = 0) -> dict[str, object]:
@@ -129,7 +129,7 @@ async def test_a_late_answer_of_the_store_lets_no_request_overtake_those_that_wa
         client = RouterClient(MemoryIndex(), fleet, settings, reservations=RedisReservations(behind_line))
         with pytest.raises(MustWait):
             await client.reserve(waiting(1))
-        fleet.records = pool(worker("w0", load=cache(100)))  # has room by now
+        fleet.records = pool(worker("w0", load=cache(100)))  # has room again
         line.stall()
         with pytest.raises(MustWait) as late:
             await client.reserve(waiting(2))

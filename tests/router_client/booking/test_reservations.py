@@ -1,4 +1,4 @@
-"""Choices that are booked: what other routers see of them, and how bookings end."""
+"""Booked choices: what other routers see of them, and how bookings end."""
 
 import asyncio
 import sys
@@ -137,7 +137,7 @@ async def test_ties_spread_evenly_and_depend_on_the_seed(reservations: Reservati
 async def test_a_burst_on_one_new_prefix_is_computed_by_few(reservations: Reservations) -> None:
     ids = [f"w{i:02}" for i in range(16)]
     several = routers(4, reservations, *ids)
-    longer = range(65_536)  # its prefill takes seconds: the burst is over before it, at any machine's pace
+    longer = range(65_536)  # its prefill takes seconds, so the burst is over first, however slow the machine
     choices = [
         await several[n % 4].reserve(Prompt.of_tokens(SCOPE, [*longer, *range(100_000 + n, 100_100 + n)]))
         for n in range(100)
@@ -293,7 +293,7 @@ async def test_a_release_that_the_store_did_not_receive_is_repeated_when_it_is_b
 
 
 async def _booked_in_store(router: RouterClient) -> Choice:
-    """A first choice may take longer than the deadline."""
+    """Choose until a choice is booked in the store: the first one may take longer than the deadline."""
     while True:
         choice = await router.reserve(short(1))
         if not choice.why:

@@ -1,4 +1,4 @@
-"""Several routers decide like one, and what reservations and prefixes in flight are good for; small, in one process.
+"""Several routers decide like one, thanks to reservations and prefixes in flight; small, in one process.
 
 `benchmarks/spread/` does the same with processes and prints all figures.
 """
@@ -20,7 +20,7 @@ BURST = make_burst(requests=240, workers=4, prefixes=12)
 
 
 async def spread_of(store: Store, url: str, routers: int, variant: str) -> Spread:
-    """Routers take turns, and release nothing."""
+    """Let routers choose in turn, and release nothing."""
     await write_fleet(store, BURST, time.time_ns() // 1_000)
     settings = RouterSettings(booking=VARIANTS[variant], deadline_ms=None)
     placed = []

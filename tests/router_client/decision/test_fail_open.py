@@ -153,7 +153,7 @@ async def test_a_fleet_that_can_not_be_read_is_used_as_last_known(index: Breakab
 
 @pytest.fixture
 async def server() -> AsyncIterator[ValkeyProcess]:
-    """A store of the test's own, with a fleet and an index."""
+    """A store for one test, with a fleet and an index."""
     with ValkeyProcess() as server:
         async with connected_store(server.url, wait=False) as store:
             index = await open_redis_index(store, writer=True)
@@ -301,7 +301,7 @@ async def test_alone_a_worker_that_has_left_is_not_chosen() -> None:
 
 
 class Always:
-    """Follows one worker."""
+    """A policy that always chooses one worker."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -319,7 +319,7 @@ async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_ch
     assert choices[0].result.worker_id == "a"
     counters = router.counters
     assert (counters.followed, counters.agreed) == (4, sum(c.would_be == c.worker_id for c in choices))
-    # what is booked is where the requests really go
+    # bookings are on the workers to which requests really go
     assert [r.cost.amounts[4] for r in await router.rank(Prompt.of_tokens(SCOPE, [5]))] == [2, 2, 2, 2]
 
 
@@ -367,15 +367,15 @@ async def test_a_deadline_counts_waiting_and_not_what_the_router_computes() -> N
 
     async def answer(waiting_s: float) -> str:
         nonlocal now_s
-        for _ in range(20):  # it is there after some turns of the loop
+        for _ in range(20):  # it takes some turns of the loop
             await asyncio.sleep(0)
         now_s += waiting_s
         return "answer"
 
     assert await deadline.wait_for(answer(0.004)) == "answer"
-    now_s += 60.0  # prices a thousand workers
+    now_s += 60.0  # such as the time to price a thousand workers
     assert await deadline.wait_for(answer(0.007)) == "answer"
-    with pytest.raises(TimeoutError):  # 11 of 10 ms were waited
+    with pytest.raises(TimeoutError):  # 11 ms of 10 have passed
         await deadline.wait_for(answer(0.0))
 
 

@@ -1,4 +1,4 @@
-"""A store that is far away: a choice waits for one round trip or none, and goes back to waiting for more when it is near."""
+"""If the store is far away, a choice waits for one round trip or none; once it is near again, choices wait for more."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -58,7 +58,7 @@ async def test_a_choice_waits_for_the_index_alone_while_the_store_is_far() -> No
             await until(lambda: chosen(far=True), what="a choice with the index of a far store")
             said = router.condition.read()
             assert said.choices > said.without_index
-            # what a busy event loop adds is taken off, in some measurements too much of it
+            # a busy event loop's part is subtracted, in some measurements too much of it
             far_us = 1.8 * ONE_WAY_S * 1e6
             await until(lambda: router.condition.read().store_us >= far_us, what="both ways of the line count")
             line.heal()
@@ -81,7 +81,7 @@ async def test_with_an_index_of_its_own_a_router_waits_for_nothing_and_books_beh
             choices = [await router.reserve(PROMPT) for _ in range(3)]
             assert all(choice.basis is Basis.COST and not choice.why for choice in choices)
             first, *others = choices
-            await first.done()  # over before the store has heard of it
+            await first.done()  # it ends before the store knows of it
             line.heal()
             seen = RedisReservations(near)
 

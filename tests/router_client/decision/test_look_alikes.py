@@ -1,4 +1,4 @@
-"""Choices among many workers, of which few are read: what they choose, and what they still explain."""
+"""Choices among many workers that read few of them: what they choose, and what they still explain."""
 
 import asyncio
 import random
@@ -71,8 +71,8 @@ def router(
 async def test_the_choice_is_the_cheapest_of_all(
     store: Store, index: RedisIndex, fleet: FleetStore, seed: int, looks_up: bool
 ) -> None:
-    """Held against the ranking of every candidate, while bookings grow: holders, tiers, two makes of engines or speeds, copies
-    to read, workers of unknown load, full ones."""
+    """Compared with the ranking of every candidate while bookings grow: holders, tiers, two kinds of engines or speeds, copies
+    to read, workers with unknown load, full ones."""
     await Clock(store).prepare()  # rank and book find the same predictions
     rng = random.Random(seed)
     groups: dict[str, Any] = dict(PEER) if seed == 1 else {}
@@ -108,7 +108,7 @@ async def test_the_choice_is_the_cheapest_of_all(
 async def test_one_call_to_a_small_pool_chooses_as_two_and_explains_every_candidate(
     store: Store, index: RedisIndex, fleet: FleetStore, seed: int
 ) -> None:
-    """Ties, too. Odd seeds: idle workers, all of one speed."""
+    """Including ties. Odd seeds: idle workers, all equally fast."""
     await Clock(store).prepare()
     rng = random.Random(seed)
     count = rng.choice([1, 4, LEAST_CANDIDATES - 1])
@@ -157,7 +157,7 @@ async def test_more_shapes_of_blocks_than_one_call_looks_up_are_looked_up_apart(
 async def test_a_pool_of_very_many_shapes_is_chosen_from_by_the_common_ones(
     store: Store, index: RedisIndex, fleet: FleetStore, count: int
 ) -> None:
-    """Nothing counts as held in the others, which is said, and an odd worker makes no other pool's choices worse."""
+    """Nothing counts as held in the others, as a remark says, and an odd worker makes no other pool's choices worse."""
     shapes = 40 if count == COUNT else count
     records = pool(
         *(worker(f"w{n:03}", block_size=4 * (n % shapes + 1), events=n % 5 != 0) for n in range(count)),
@@ -230,7 +230,7 @@ async def test_a_worker_that_is_newer_than_the_records_read_is_read_and_used(
 async def test_workers_that_are_all_of_their_own_kind_are_chosen_by_cost(
     store: Store, index: RedisIndex, fleet: FleetStore
 ) -> None:
-    """As learned rates make them; they are too many kinds for one call."""
+    """Learned rates make them so; they are too many kinds for one call."""
     records = pool(*(worker(f"w{n:03}", load={"running_decodes": COUNT - n}) for n in range(COUNT)))
     await fleet.write(records)
     rates = {id: EngineRates(prefill_us_per_token=40.0 + n / 1_000) for n, id in enumerate(records)}
@@ -242,7 +242,7 @@ async def test_workers_that_are_all_of_their_own_kind_are_chosen_by_cost(
 async def test_a_search_that_would_take_too_long_is_not_tried_for_each_choice(
     store: Store, index: RedisIndex, fleet: FleetStore
 ) -> None:
-    """All 300 workers miss the SLO, so one call would read each. The next choices look up apart at once."""
+    """All 300 workers miss the SLO, so one call would read each. The next choices use a separate lookup at once."""
     records = pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(300)))
     await fleet.write(records)
     client = router(index, store, replace(SETTINGS, limits=LimitSettings(slo=SloMode.FILTER)))
@@ -255,7 +255,7 @@ async def test_a_search_that_would_take_too_long_is_not_tried_for_each_choice(
 
 
 async def test_workers_that_no_indexer_reported_are_named_instead(store: Store, index: RedisIndex) -> None:
-    """An indexer of an older version does not say which workers are alike."""
+    """An indexer of an older version does not report which workers are alike."""
     records = pool(*(worker(f"w{n:03}", load={"running_decodes": n + 1}) for n in range(COUNT)))
     client = RouterClient(index, StaticFleet(records), SETTINGS, reservations=RedisReservations(store))
     choices = [await client.reserve(Prompt.of_tokens(SCOPE, [n] * 100)) for n in range(4)]
@@ -267,7 +267,7 @@ async def test_workers_that_no_indexer_reported_are_named_instead(store: Store, 
 async def test_hundreds_of_choices_at_a_time_are_all_by_cost(
     store: Store, index: RedisIndex, fleet: FleetStore
 ) -> None:
-    """More than there are connections."""
+    """There are more of them than connections."""
     await fleet.write(pool(*(worker(f"w{n:03}", load={"running_decodes": 1}) for n in range(COUNT))))
     prompts = [Prompt.of_tokens(SCOPE, [n] * 100) for n in range(300)]
     opened = RouterClient.open(store.url, RouterSettings(deadline_ms=None), wait=False)

@@ -171,7 +171,7 @@ async def test_full_workers_get_nothing_while_others_have_room(reservations: Res
     over = {result.worker_id: result.over for result in choice.ranking}
     assert over == {"c": Over(0), "a": Over.SLOTS, "b": Over.KV}
     assert choice.advice is Advice.GO
-    last = await client.reserve(prompt(2))  # now c's slots are taken too: the cheapest of all
+    last = await client.reserve(prompt(2))  # now c's slots are taken too: the cheapest of all wins
     assert last.advice is Advice.QUEUE
     assert all(result.over for result in last.ranking)
     assert "(no room: " in last.explain() and "advice: queue" in last.explain()
@@ -209,12 +209,13 @@ def busy(*queued: int) -> dict[str, FleetRecord]:
 
 
 def dear_decode(id: str) -> FleetRecord:
-    """Its first token comes at once, its answer takes longer."""
+    """A worker whose first token comes at once, but whose answer takes longer."""
     return worker(id, load={"running_decodes": 200, "queued_prefill_tokens": 0})
 
 
 async def test_the_slo_is_reported_priced_or_filtered(reservations: Reservations) -> None:
-    """`a`: a first token after 904 ms, `b`: after 4 ms, but 1,024 ms more for its answer, and 320 ms for those it delays."""
+    """`a` has its first token after 904 ms, `b` after 4 ms, but takes 1,024 ms more for its answer, plus 320 ms for those it
+    delays."""
     records = {**busy(22_500), **pool(dear_decode("b"))}
     asked = prompt(slo=Slo(ttft_ms=500))
     chosen = {}
@@ -300,7 +301,7 @@ async def test_leaving_a_sessions_worker_has_a_price() -> None:
 
 
 def test_softened_choices_follow_the_costs() -> None:
-    """Held to the softmax that it stands for."""
+    """Compared with the softmax that it implements."""
     records = busy(0, 1_000, 3_000, 20_000)
     whole, asked, temperature = Pool.of(records), prompt(), 0.05
     costs = {result.worker_id: result.score_us for result in rank(asked, whole, {})}

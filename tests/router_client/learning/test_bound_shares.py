@@ -1,4 +1,4 @@
-"""Upper bounds count with the share that answers had; nothing else changes."""
+"""Upper bounds are multiplied by the share that answers had; nothing else changes."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def record(id: str, upper_bound: str = "") -> FleetRecord:
 
 
 async def usable_after(answers: int, cached_tokens: int | None, upper_bound: str = WHY) -> tuple[int, str]:
-    """Usable tokens of 400 resident ones after as many answers, and what is said of them."""
+    """Usable tokens of 400 resident ones after this many answers, and their explanation."""
     index, source = MemoryIndex(), MessageSource("w")
     await apply_messages(index, source.begin(1), source.store(SCOPE, CHAIN))
     fleet = CountingFleet({"w": record("w", upper_bound)})

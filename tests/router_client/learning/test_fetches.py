@@ -1,4 +1,4 @@
-"""What fetches teach: the share that arrives."""
+"""The share that arrives is learned from fetches."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an event loop measures while it is late says nothing of an engine."""
+"""What an event loop measures while it is late says nothing about an engine."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ BLOCKED_NS = 60_000_000
 
 
 def block_the_loop() -> None:
-    """As a burst of requests does, or a processor that is taken away."""
+    """Block the loop, like a burst of requests, or a processor that is taken away."""
     until = perf_counter_ns() + BLOCKED_NS
     while perf_counter_ns() < until:
         pass
@@ -29,7 +29,7 @@ async def test_a_blocked_loop_is_late() -> None:
     before = perf_counter_ns()
     block_the_loop()
     after = perf_counter_ns()
-    assert lateness.most_ns(before, after) >= BLOCKED_NS / 2  # the tick that is due has not come yet
+    assert lateness.most_ns(before, after) >= BLOCKED_NS / 2  # the due tick has not come yet
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert lateness.most_ns(before, after) >= BLOCKED_NS / 2
@@ -38,7 +38,7 @@ async def test_a_blocked_loop_is_late() -> None:
 
 
 async def test_times_that_a_late_loop_measured_are_left_out() -> None:
-    """A burst that kept a router busy taught one of two equal engines four times the other's time."""
+    """From a burst that kept it busy, a router once learned that one of two equal engines takes four times as long."""
     clock = AnswerClock()
     block_the_loop()
     clock.part()

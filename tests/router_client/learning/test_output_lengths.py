@@ -1,4 +1,4 @@
-"""What answers are expected to be long is learned, by pool, by what requests allow, and by session."""
+"""The expected length of answers is learned by pool, by the length that requests allow, and by session."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_whatever_engines_say_the_request_s_limits_hold(
         lengths.record(allowing(allowed), tokens)
     expected = lengths.expect(allowing(most, least=least))
     assert expected >= 1 and (most is None or expected <= most) and (expected >= least or most is not None)
-    replace(PROMPT, output_tokens=expected)  # raises if it is no number of tokens
+    replace(PROMPT, output_tokens=expected)  # raises if it is not a number of tokens
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines' answers compared with predictions: why they deviate, and which findings need attention."""
+"""Engines' answers are compared with predictions: why they deviate, and which findings need attention."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Routers learn how fast workers are, together, and price by it."""
+"""Routers learn together how fast workers are, and price accordingly."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 LEARNING = LearningSettings(every_s=0.02)
 SETTINGS = RouterSettings(deadline_ms=None, fleet_max_age_ms=0, learning=LEARNING)
 SLOW = Timings(ttft_us=100 * 1_000 + 5_000, tpot_us=30_000)
-"""Those of an answer of a worker that is less than half as fast as usual."""
+"""The timings of an answer from a worker that is less than half as fast as usual."""
 PROMPT_TOKENS = 1_000
 
 
@@ -50,12 +50,12 @@ async def reservations(request: pytest.FixtureRequest, store: Store) -> Reservat
 
 
 async def report(reservations: Reservations) -> None:
-    """As the indexer does, of what their engines say each second."""
+    """Report the workers' loads, as the indexer does every second."""
     await reservations.report(SCOPE.pool_id, {id: WorkerReport(0, LoadReport(Load())) for id in ("a", "b")})
 
 
 def router_over(reservations: Reservations, settings: RouterSettings = SETTINGS) -> RouterClient:
-    """Over two workers that report their load."""
+    """A router over two workers that report their load."""
     fleet = StaticFleet(pool(*(worker(id, load={}) for id in ("a", "b"))))
     return RouterClient(MemoryIndex(), fleet, settings, reservations=reservations)
 
@@ -65,7 +65,7 @@ def prompt(number: int) -> Prompt:
 
 
 async def slow_answer(router: RouterClient, number: int, *, avoid: str = "b") -> Choice:
-    """A request to a worker that is slow."""
+    """Send a request to a slow worker."""
     async with router.route(prompt(number), avoid=[avoid]) as choice:
         await choice.first_token()
         await choice.done(usage=Usage(PROMPT_TOKENS, 10, 0), timings=SLOW)
@@ -73,7 +73,7 @@ async def slow_answer(router: RouterClient, number: int, *, avoid: str = "b") ->
 
 
 async def learned_from(router: RouterClient, requests: int) -> LearnedRates:
-    """The rates of worker `a` once this many requests are learned from."""
+    """The rates of worker `a`, once they are learned from this many requests."""
 
     def rates() -> LearnedRates | None:
         found = router.rates(SCOPE).get("a")
@@ -104,7 +104,7 @@ def examined(router: RouterClient) -> int:
 
 
 def furthest_off(found: EngineRates, true: StepCost) -> float:
-    """The largest relative error of what usual requests would take."""
+    """The largest relative error of the predicted times of usual requests."""
     times = [found.prefill_us(new, 0) / (true.prefill_us_per_token * new) for new in (512, 2_048)]
     for running, kv_tokens in ((1, 2_000), (4, 8_000)):
         expected = found.tpot_base_us + found.tpot_us_per_running * running + found.tpot_us_per_kv_token * kv_tokens
@@ -114,7 +114,7 @@ def furthest_off(found: EngineRates, true: StepCost) -> float:
 
 
 async def test_rates_of_simulated_engines_are_within_10_percent_after_200_requests_each() -> None:
-    """Though prefills of others come in between, some requests wait, and 5 % of what is measured is nonsense."""
+    """Even if other requests' prefills come in between, some requests wait, and 5 % of the measurements are nonsense."""
     true = {"fast": StepCost(20.0, 4_000.0, 50.0, 0.02, 55.0), "slow": StepCost(120.0, 16_000.0, 100.0, 0.04, 55.0)}
     fleet = SimulatedFleet(true, broken=0.05)
     settings = replace(SETTINGS, follow=RoundRobin())
@@ -138,7 +138,7 @@ async def test_learned_rates_price_the_next_choice(reservations: Reservations) -
         assert 60 < rates.prefill_us_per_token < 110
         assert rates.tpot_base_us > 3 * EngineRates().tpot_base_us
         assert await ttft_us(router, "a") == round(rates.prefill_us(PROMPT_TOKENS, 0)) > 2 * before
-        assert await ttft_us(router, "b") == await ttft_us(router, "a")  # nothing is known of it: it shares the traffic
+        assert await ttft_us(router, "b") == await ttft_us(router, "a")  # nothing is known about it: it shares traffic
         assert {(await router.reserve(prompt(number), dry_run=True)).worker_id for number in range(20, 40)} == {
             "a",
             "b",

@@ -1,4 +1,4 @@
-"""Wrong evidence passes: whatever was learned of equal workers, they share the traffic again after a while."""
+"""Wrong evidence does not last: whatever was learned about equal workers, they share the traffic again after a while."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.anyio
 TRUE = EngineRates()
 OUTPUT = 100
 EXCHANGE = 10
-"""Requests between two exchanges with the store."""
+"""Number of requests between two exchanges with the store."""
 
 
 @dataclass
 class LearningPool:
-    """Workers, a router that sends each request to the cheapest, and the evidence in the store."""
+    """Workers, a router that sends each request to the cheapest one, and the evidence in the store."""
 
     workers: dict[str, EngineRates]
     random: Random
@@ -31,7 +31,7 @@ class LearningPool:
     served: int = 0
 
     async def serve(self, requests: int) -> dict[str, float]:
-        """Each worker's share of so many requests."""
+        """Serve this many requests. Returns each worker's share."""
         counts = dict.fromkeys(self.workers, 0)
         for _ in range(requests):
             costs = {id: self.rates.profile.price(Plan(id, 1_000, OUTPUT)).score_us for id in self.workers}
@@ -41,7 +41,7 @@ class LearningPool:
         return {id: count / requests for id, count in counts.items()}
 
     async def answer(self, worker_id: str, *, ttft: float = 1.0, tpot: float = 1.0) -> None:
-        """One request; `ttft` and `tpot`: times by which its measurements are wrong."""
+        """Answer one request. `ttft` and `tpot`: factors by which its measurements are wrong."""
         true, prompt = self.workers[worker_id], round(2 ** self.random.uniform(7, 12))
         ttft_us = (5_000 + true.prefill_us(prompt, 0)) * self.random.lognormvariate(0, 0.05) * ttft
         tpot_us = true.tpot_us(1, prompt + OUTPUT // 2) * self.random.lognormvariate(0, 0.05) * tpot
@@ -77,7 +77,7 @@ async def test_equal_workers_share_the_traffic_again_after_wrong_measurements(
 
 
 async def test_two_of_three_engines_that_seemed_80_times_as_fast_do_not_starve_the_third() -> None:
-    """Answers of 2 to 4 tokens once taught that: 0 of 200 requests for the third engine, for ever."""
+    """Learned from answers of 2 to 4 tokens, such rates once gave the third engine 0 of 200 requests, forever."""
     pool = LearningPool({"a": TRUE, "b": TRUE, "c": TRUE}, Random(1))
     for _ in range(80):
         for id, times in (("a", 1 / 80), ("b", 1 / 80), ("c", 1.0)):

@@ -1,4 +1,4 @@
-"""Times measured of an answer."""
+"""The measured times of an answer."""
 
 import pytest
 
@@ -18,19 +18,20 @@ def test_the_clock_measures_an_answer_from_its_parts() -> None:
 
     assert answer().timings(5) == Timings()
     assert answer(50).timings(1) == Timings(50_000)
-    assert answer(50).timings(20) == Timings()  # in one piece: when it began is not known
+    assert answer(50).timings(20) == Timings()  # in one piece: it is unknown when it began
     assert answer(50, 58, 66, 74, 82).timings(5) == Timings(50_000, 8_000)
-    assert answer(50, 58, 90, 98, 106).timings(5) == Timings(50_000, 8_000)  # a prefill of others came in between
+    assert answer(50, 58, 90, 98, 106).timings(5) == Timings(50_000, 8_000)  # another request's prefill came in between
     assert answer(50, 66, 74, 82, 90).timings(6) == Timings(50_000, 8_000)  # two parts came as one
-    assert answer(50, 62, 74, 86).timings(10) == Timings(50_000, 4_000)  # three tokens a part
-    assert answer(50, 58, 66, 74).timings(5) == Timings(50_000, 8_000)  # the end of the text is a token, but no part
+    assert answer(50, 62, 74, 86).timings(10) == Timings(50_000, 4_000)  # three tokens per part
+    assert answer(50, 58, 66, 74).timings(5) == Timings(50_000, 8_000)  # the end of the text is a token, but not a part
     assert answer(50, 66, 66, 82, 82).timings(5) == Timings(50_000, 8_000)  # two parts at a time, in two reads
-    assert answer(50, 58).timings(2) == Timings(50_000)  # from one gap nobody knows what else came in between
+    assert answer(50, 58).timings(2) == Timings(50_000)  # a single gap does not show what else came in between
     assert answer(50, 58, 66, 74).timings(4_000) == Timings(50_000)  # no engine makes so many tokens at a time
 
 
 def test_parts_without_content_are_none() -> None:
-    """Role, finish reason, usage and [DONE] came within a millisecond: an answer of 3 tokens taught 100 us a token."""
+    """If role, finish reason, usage and [DONE] counted, which come within a millisecond, an answer of 3 tokens would give 100
+    us per token."""
     now = [0]
     clock = AnswerClock(lambda: now[0])
     for ms, parts in ((40, 0), (50, 1), (58, 1), (66, 1), (66.1, 0), (66.2, 0)):
@@ -40,13 +41,13 @@ def test_parts_without_content_are_none() -> None:
 
 
 class LateLoop:
-    """Late once, by a time."""
+    """A loop that is late once, by a given time."""
 
     def __init__(self, at_ms: float, by_ms: float) -> None:
         self._at_ns, self._by_ns = at_ms * 1e6, int(by_ms * 1e6)
 
     def watch(self, watcher: object) -> None:
-        """It always is."""
+        """Do nothing: it is always watched."""
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
         return self._by_ns if start_ns <= self._at_ns < end_ns else 0

@@ -1,4 +1,4 @@
-"""How much of what prompts have in common a pool's caches have to hold."""
+"""The working set: how much of what prompts have in common a pool's caches have to hold."""
 
 from itertools import pairwise
 

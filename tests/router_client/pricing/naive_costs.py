@@ -1,5 +1,5 @@
-"""What a request costs on each worker, written down from docs/router-reference.md only: token by token, with its numbers, every
-worker tried as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
+"""The cost of a request on each worker, computed only from docs/router-reference.md: token by token, with its numbers, trying
+every worker as a source. Nothing of `kvatlas.cost`, `kvatlas.blocks.reuse` or the ranking is used."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ def scores(
     booked: Mapping[str, Busy] | None = None,
     interference: float = 0.4,
 ) -> dict[str, int]:
-    """Each candidate's score in microseconds. `held`: the nearest tier of each token that a worker holds of the prompt;
-    `booked`: what routers have booked on workers, with its prefill still to come."""
+    """Each candidate's score in microseconds. `held`: the nearest tier of each of the prompt's tokens that a worker holds;
+    `booked`: routers' bookings on workers, with their prefill still to come."""
     cost = {"engine": engine, "quillcache": quillcache}[profile]
     able = {id: r.endpoint for id, r in workers.items() if r.liveness is Liveness.ALIVE and r.state is EngineState.UP}
     able = {id: endpoint for id, endpoint in able.items() if endpoint.kind is not EngineKind.STORE}
@@ -125,7 +125,7 @@ def mean_of(known: Sequence[Busy]) -> Busy:
 
 
 def reused(worker: EngineEndpoint, resident: int, prompt: int) -> int:
-    """How many tokens of a resident prefix the engine does not compute again."""
+    """Number of a resident prefix's tokens that the engine does not compute again."""
     size = worker.block_size or 1
     if worker.kind is EngineKind.LMCACHE:
         return max(0, min(resident, prompt - 1))
@@ -144,8 +144,8 @@ def read_of_stores(
     *,
     cost: Callable[[Sequence[Part]], int],
 ) -> Sequence[Part]:
-    """What the engine reads whatever it costs: its own blocks, and behind them those of the deepest shared store that it
-    names; of equally deep ones the cheapest."""
+    """What the engine reads whatever the cost: its own blocks, and after them those of the deepest shared store that it names;
+    among equally deep ones, the cheapest."""
     usable = sum(part.tokens for part in own)
     reads: list[tuple[int, int, list[Part]]] = []
     for id in me.stores:
@@ -168,9 +168,9 @@ def read_of_stores(
 def sources(
     workers: Mapping[str, FleetRecord], held: Mapping[str, Sequence[Tier]], me: EngineEndpoint, mine: int
 ) -> list[str]:
-    """In each transfer group the deepest copy, and the deepest in the own domain; of equal ones the one whose farthest
-    tier is nearest, then the one of fewest bytes, the farthest tier's first, then the last by name. Copies whose bytes
-    their holder does not know are compared among themselves."""
+    """In each transfer group, the deepest copy and the deepest one in the reader's domain; among equals, the one whose
+    farthest tier is nearest, then the one with the fewest bytes, the farthest tier's first, then the last by name. Copies
+    whose bytes their holder does not know are compared among themselves."""
     found = []
     for group in me.transfer_groups or ("",):
         givers = [
@@ -203,7 +203,7 @@ def sources(
 
 
 def bytes_by_tier(source: EngineEndpoint, tiers: Sequence[Tier]) -> tuple[bool, list[int]]:
-    """Whether the source knows all bytes of a copy, and those that it knows, from the farthest tier on."""
+    """Whether the source knows all of a copy's bytes, and the bytes that it knows, from the farthest tier on."""
     sizes = [source.tier_block_bytes.get(tier.label, source.block_bytes) for tier in tiers]
     return all(sizes), [
         sum(size for size, tier in zip(sizes, tiers, strict=True) if tier is one) for one in sorted(Tier, reverse=True)
@@ -211,12 +211,12 @@ def bytes_by_tier(source: EngineEndpoint, tiers: Sequence[Tier]) -> tuple[bool, 
 
 
 def fetched(source: EngineEndpoint, held: Sequence[Tier]) -> Sequence[Tier]:
-    """What of it others can fetch: up to the first token that is in none of the source's tiers for that."""
+    """The part that others can fetch: up to the first token that is in none of the source's fetchable tiers."""
     return list(takewhile(lambda tier: tier.label in source.kv_tiers, held))
 
 
 def cut(tiers: Sequence[Tier], holder: EngineEndpoint, reader: EngineEndpoint) -> list[Part]:
-    """Tokens in runs of one tier; the size of a block is as its holder's record says, or else its reader's."""
+    """Tokens in runs of one tier; a block's size is from its holder's record, or else from its reader's."""
     own, near = holder.id == reader.id, holder.locality_domain == reader.locality_domain
     runs = [(tier, len(list(run))) for tier, run in groupby(tiers)]
     told = holder.read_setup_us, holder.read_us_per_mib

@@ -24,7 +24,7 @@ QUEUED = {"queued_prefill_tokens": 20_000}
 
 
 def prefill(id: str, **fields: Any) -> FleetRecord:
-    """Idle unless a load is given."""
+    """A prefill worker, idle unless a load is given."""
     return worker(id, role=Role.PREFILL, **{"load": {}, **fields})
 
 

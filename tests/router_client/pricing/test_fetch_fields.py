@@ -1,4 +1,4 @@
-"""The request forms that name a source, as the engines' own sources have them."""
+"""The request formats that name a source, as in the engines' own source code."""
 
 from dataclasses import replace
 from typing import Any

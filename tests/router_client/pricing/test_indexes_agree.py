@@ -1,5 +1,5 @@
-"""The same requests over the memory index and over Redis, from tasks and from threads: the same overlaps, the same
-ranking, the same choices, at the costs that the documentation gives."""
+"""The same requests over the memory index and over Redis, from tasks and from threads: they give the same overlaps, the same
+ranking and the same choices, at the documented costs."""
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ PROFILES: list[CostProfile] = [EngineProfile(), QuillcacheProfile()]
 
 @dataclass(frozen=True)
 class Holding:
-    """A worker, and how many blocks of the prompt it holds in a nearer and in a farther tier."""
+    """A worker, and the number of the prompt's blocks that it holds in a nearer and in a farther tier."""
 
     record: FleetRecord
     near: int
@@ -42,7 +42,8 @@ class Holding:
     tiers: tuple[Tier, Tier]
 
     def of_each_token(self, tokens: int) -> list[Tier]:
-        """The nearest tier of each token of a prompt that it announces: full blocks, at a granularity of g by every g-th."""
+        """The nearest tier of each of a prompt's tokens that it announces: full blocks, and with a granularity of g, only by
+        every g-th block."""
         endpoint = self.record.endpoint
         step, size = endpoint.granularity, endpoint.block_size or 0
         held: list[Tier] = []
@@ -54,7 +55,7 @@ class Holding:
 
 
 kinds = st.sampled_from([*EngineKind, EngineKind.STORE])
-"""Stores more often: a worker has to name one by chance."""
+"""Stores are more frequent, because a worker has to name one by chance."""
 named = st.lists(st.sampled_from(["w0", "w1", "w2"]), max_size=2, unique=True).map(tuple)
 
 
@@ -95,7 +96,7 @@ def fleets(draw: st.DrawFn) -> list[Holding]:
 
 @dataclass
 class Router:
-    """One of the routers that must agree: over an index, with reservations, from tasks or from threads."""
+    """One of the routers that must agree: over an index, with reservations, used from tasks or from threads."""
 
     index: ResidencyIndex
     client: RouterClient
@@ -105,7 +106,7 @@ class Router:
 
 
 class Routers:
-    """Over each index a router for tasks and one for threads, which share what they book."""
+    """Over each index, a router for tasks and one for threads, which share their bookings."""
 
     def __init__(self, store: Store, routers: list[Router]) -> None:
         self._store = FleetStore(store)
@@ -127,7 +128,7 @@ class Routers:
                 await hold(router.index, one.record, TOKENS, blocks=one.near, tier=one.tiers[0])
 
     async def same(self, prompt: Prompt) -> Any:
-        """The ranking that all give."""
+        """The ranking, which must be the same from all routers."""
         answers = []
         for router in self._routers:
             answers.append((await router.client.overlap(prompt), await router.client.rank(prompt)))
@@ -136,7 +137,7 @@ class Routers:
         return answers[0][1]
 
     async def book(self, prompt: Prompt) -> str:
-        """The worker that all book: over each index the two routers in turn."""
+        """The worker, which must be the same for all: over each index, the two routers book in turn."""
         chosen = []
         for router in self._routers:
             if prompt.input_tokens % 2:
@@ -160,7 +161,7 @@ async def profile(request: pytest.FixtureRequest) -> Any:
 async def routers(
     indexes: list[ResidencyIndex], store: Store, valkey_url: str, profile: CostProfile
 ) -> AsyncIterator[Routers]:
-    # predictions go by the clock; tests/reservations holds them to a model on a clock that is set
+    # predictions depend on the clock; tests/kvatlas/reservations compares them with a model on a clock that is set
     booking = BookingSettings(prefixes_in_flight=False)
     chosen = RouterSettings(profile=profile, deadline_ms=None, fleet_max_age_ms=0, booking=booking)
     made = []
@@ -194,7 +195,7 @@ async def test_all_routers_give_the_ranking_that_the_documented_costs_give(
     def expected(held: dict[str, list[Tier]], tokens: int, output: int) -> Any:
         scores = naive_costs.scores(profile.name, records, held, tokens, output, booked)
         # terms are rounded to 1 us, and the work, for which up to 10 requests and those that come later wait
-        return pytest.approx(scores, rel=0, abs=6)  # terms are rounded, and the work for which 10 requests wait
+        return pytest.approx(scores, rel=0, abs=6)  # terms are rounded, as is the work for which 10 requests wait
 
     prompt = replace(Prompt.of_tokens(SCOPE, TOKENS[:tokens], output_tokens=output), fetch_by=FETCH_BY)
     ranking = await routers.same(prompt)

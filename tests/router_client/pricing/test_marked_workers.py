@@ -1,4 +1,4 @@
-"""Workers with marks: what is usable of what they hold, why it ends there, and what a copy on them is worth."""
+"""Workers with marks: the usable part of what they hold, why it ends there, and what a copy on them is worth."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def record(id: str, **fields: object) -> FleetRecord:
 
 
 async def index_of(**marks: list[int] | None) -> MemoryIndex:
-    """Every worker holds the whole chain; those with a list have marks at these positions."""
+    """An index in which every worker holds the whole chain; those with a list have marks at these positions."""
     index = MemoryIndex()
     for worker, positions in marks.items():
         source = MessageSource(worker, dropped=None if positions is None else 0, places=PLACES)
@@ -53,7 +53,7 @@ async def test_usable_ends_at_the_deepest_mark_over_all_parts_of_a_long_prompt()
             "full": "",
             "far": "after that, no group other than full attention holds what it needs to resume",
             "near": "after that, no group other than full attention holds what it needs to resume",
-            "none": "the groups other than full attention nowhere hold what they need to resume",
+            "none": "at no point do the groups other than full attention hold what they need to resume",
         }
         ranking = await router.rank(Prompt.of_tokens(SCOPE, TOKENS))
         assert [result.worker_id for result in ranking] == ["full", "far", "near", "none"]

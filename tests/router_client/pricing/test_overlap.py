@@ -1,4 +1,4 @@
-"""What a pool holds of a prompt: in tokens, over block sizes, granularities and chunks."""
+"""The part of a prompt that a pool holds, in tokens, over block sizes, granularities and chunks."""
 
 from typing import Any
 

@@ -105,7 +105,7 @@ async def test_a_store_that_hangs_delays_no_pair() -> None:
                     pairs = [await client.reserve_pd(Prompt.of_tokens(SCOPE, [n] * 8_000)) for n in range(4)]
                 finally:
                     server.resume()
-                # its own bookings are seen, so that the prompts are spread
+                # it sees its own bookings, so the prompts are spread
                 assert sorted(pair.prefill.worker_id for pair in pairs if pair.prefill) == ["p", "p", "q", "q"]
                 assert all(pair.decode.why for pair in pairs)
                 for pair in pairs:

@@ -1,4 +1,4 @@
-"""A later reading of a pool: what is kept of the earlier one is what would be worked out again."""
+"""A later read of a pool: what is kept from the earlier one equals what would be computed again."""
 
 from collections.abc import Mapping
 
@@ -68,7 +68,7 @@ def test_another_load_is_no_reason_to_work_out_the_pool_again(before: Mapping[st
     st.sampled_from(("acme", "acme/salt", "b", "default", "other", "")),
 )
 def test_a_tenant_has_the_workers_that_may_see_it(tenants: list[tuple[str, ...]], tenant_id: str) -> None:
-    """And their groups of look-alikes, whole."""
+    """It also has their groups of look-alikes, complete."""
     workers = pool(*(worker(f"w{number}").model_copy(update={"tenants": of}) for number, of in enumerate(tenants)))
     allowed = {id for id, record in workers.items() if record.may_see(tenant_id)}
     whole = Pool.of(workers)

@@ -126,7 +126,7 @@ def fleets(draw: st.DrawFn) -> tuple[dict[str, FleetRecord], dict[str, int]]:
 
 
 def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens: int, least: int) -> list[int]:
-    """What each way costs: every worker that does both, and every pair."""
+    """The cost of each way: every worker that does both, and every pair."""
     profile = EngineProfile()
 
     def usable(id: str) -> int:
@@ -152,7 +152,7 @@ def naive(records: Mapping[str, FleetRecord], blocks: Mapping[str, int], tokens:
         return profile.price(Plan(id, tokens, 0, pieces)).score_us
 
     def plan(id: str, output: int) -> tuple[Plan, int]:
-        """With its own copy, or with that of another worker behind it; and what that displaces."""
+        """The plan with its own copy, or with that of another worker after it; and the cost of what that displaces."""
         ways = [(own(id), 0)]
         for other, theirs in records.items():
             me, it = records[id].endpoint, theirs.endpoint
@@ -222,7 +222,7 @@ async def test_no_worker_or_pair_is_cheaper_than_the_choice(
         return
     pair = await client.reserve_pd(asked, dry_run=True)
     delayed = max(record.load.running_decodes for record in records.values() if record.load is not None)
-    rounded = 4 + 0.4 * delayed  # each term to a microsecond, the work before it is multiplied
+    rounded = 4 + 0.4 * delayed  # each term to a microsecond, and the work before it is multiplied
     assert pair.score_us == pytest.approx(min(costs), abs=rounded)
     other = pair.ranking.alternative
     assert other is None or other.score_us >= pair.score_us - rounded
@@ -242,7 +242,7 @@ async def test_workers_that_only_decode_fetch_from_each_other() -> None:
 
 
 async def test_the_transfer_has_the_bytes_of_the_prefill_workers_blocks() -> None:
-    """Or else the decode worker's."""
+    """If unknown, those of the decode worker's."""
     transfers = []
     for sizes in ({"p": 4 << 20}, {"p": 1 << 20}, {"p": 0}, {"p": 4 << 20, "q": 1 << 20}):
         prefills = [

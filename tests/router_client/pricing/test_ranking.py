@@ -1,4 +1,4 @@
-"""Ranking a pool by cost: held to a naive implementation, and examples of each rule."""
+"""Ranking a pool by cost, compared with a naive implementation, and examples of each rule."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,7 +52,7 @@ tiers = st.sampled_from(Tier)
 
 
 kinds = st.sampled_from([*EngineKind, EngineKind.STORE])
-"""Stores more often: a worker has to name one by chance."""
+"""Stores are more frequent, because a worker has to name one by chance."""
 named = st.lists(st.sampled_from(["w0", "w1", "w2"]), max_size=2, unique=True).map(tuple)
 
 
@@ -267,7 +267,7 @@ def test_only_what_lies_in_the_sources_fetchable_tiers_is_fetched() -> None:
     )
     (result,) = rank(prompt(10_000), workers, {"w2": prefix}, EngineProfile())
     assert result.transferred_tokens == 3_200
-    dear = 50 + 200 * (50 + 25)  # host memory, behind the network: not HBM, which is nearer to its own engine
+    dear = 50 + 200 * (50 + 25)  # host memory over the network, not HBM, which is nearer to its own engine
     assert {term.name: term.us for term in result.terms}["transfer"] == dear
 
 
@@ -308,7 +308,7 @@ def test_of_equally_deep_copies_the_cheaper_one_is_read(sizes: tuple[int, int]) 
 
 
 def test_sources_are_equal_if_what_is_read_of_them_is() -> None:
-    """Sizes in other tiers change no price."""
+    """Block sizes in other tiers change no price."""
     others: dict[int, dict[str, Any]] = {2: {"tier_block_bytes": {"local_ssd": 5}}, 3: {"block_bytes": 2 << 20}}
     peers = [worker(f"s{n}", **{**PEER, **others.get(n, {})}, role=Role.DECODE) for n in range(5)]
     copies = {f"s{n}": held(9_600) for n in range(5)} | {"s1": HeldPrefix.of((Run(9_600, (Tier.HBM, Tier.CPU_DRAM)),))}

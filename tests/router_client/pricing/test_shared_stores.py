@@ -1,4 +1,4 @@
-"""Shared stores: read by the workers that name them, priced as transfers, and no candidates themselves."""
+"""Shared stores: they are read by the workers that name them, priced as transfers, and are not candidates themselves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,12 +54,12 @@ def test_a_worker_that_names_a_store_reads_what_it_does_not_hold_itself() -> Non
 
 
 def test_a_read_of_a_store_is_a_transfer_at_the_stores_own_rate() -> None:
-    """40 blocks of 1 MiB."""
+    """It reads 40 blocks of 1 MiB."""
     transfers = {
         rate: {term.name: term.us for term in results(worker("r", stores=("s",)), record, s=held(640))["r"].terms}
         for rate, record in {"tier": store(), "own": store(read_setup_us=1_000, read_us_per_mib=100)}.items()
     }
-    assert transfers["tier"]["transfer"] == 20_000 + 40 * (1_250 + 25)  # an object store, behind the network
+    assert transfers["tier"]["transfer"] == 20_000 + 40 * (1_250 + 25)  # an object store, over the network
     assert transfers["own"]["transfer"] == 1_000 + 40 * 100
 
 

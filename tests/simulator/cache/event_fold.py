@@ -1,4 +1,4 @@
-"""What a subscriber derives from the cache's KV events: copies by (hash, medium)."""
+"""Derives from the cache's KV events what a subscriber does: copies by (hash, medium)."""
 
 from collections import Counter
 from collections.abc import Iterable

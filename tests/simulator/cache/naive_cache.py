@@ -1,4 +1,4 @@
-"""The cache as one would explain it: lists that are searched from end to end. It has no CPU tier and no hashes."""
+"""The cache in its simplest form: lists that are searched from end to end. It has no CPU tier and no hashes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +85,7 @@ class NaiveCache:
         return found if len(found) * self.size >= self.settings.min_tokens else []
 
     def allocate(self, name: str, prompt: Sequence[int], namespace: Namespace, chunk: int) -> bool:
-        """`chunk`: how many tokens behind the match are written."""
+        """`chunk`: number of tokens written after the match."""
         found = self.match(prompt, namespace)
         rest = list(prompt[len(found) * self.size :][:chunk])
         needed = sum(not self.copies_of(prefix)[0].holders for prefix in found) - (-len(rest) // self.size)
@@ -135,7 +135,7 @@ class NaiveCache:
         self._limit_prefixes()
 
     def gc(self, keep: int | None) -> int:
-        """How many blocks it freed."""
+        """Free blocks, and return their number."""
         before = len(self.copies)
         for prefix in [prefix for prefix in self.prefixes if self.expired(prefix)]:
             for copy in self.copies_of(prefix):
@@ -212,7 +212,7 @@ class NaiveCache:
                     self._drop(copy)
 
     def _tail(self, leaf: Prefix) -> list[Prefix]:
-        """What no other prefix shares, the leaf first."""
+        """The prefixes that no other one shares, leaf first."""
         namespace, tokens = leaf
         tail = [leaf]
         for end in range(len(tokens) - self.size, 0, -self.size):

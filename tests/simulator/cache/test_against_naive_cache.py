@@ -27,14 +27,14 @@ SIZE = 2
 GEOMETRY = KVGeometry(layers=3, heads=2, head_size=4)
 NAMESPACES = st.sampled_from([Namespace(), Namespace(adapter="a")])
 TOKENS = st.integers(1, 9).flatmap(lambda length: st.sampled_from([[0] * length, [0, 0, 0, 1, 1, 1, 0, 0, 1][:length]]))
-"""Few texts of any length, so that most prompts meet others."""
+"""Few different texts of any length, so that most prompts share a start with others."""
 MORE = st.sampled_from([[0], [0, 0], [1], [0, 1, 0], [1, 1, 1, 1]])
 PICK = st.integers(0, 5)
 """One of the live sequences."""
 
 
 class DeepestFirst:
-    """A policy of a user's own."""
+    """A user-defined policy."""
 
     def key(self, use: BlockUse) -> tuple[float, ...]:
         return (-use.depth, use.released_at)
@@ -121,7 +121,7 @@ class NaiveCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.naive.sequences)
     @rule(number=PICK, blocks=st.sampled_from([9, 9, 2, 1, 0]), tokens=MORE, others=MORE)
     def fork(self, number: int, blocks: int, tokens: list[int], others: list[int]) -> None:
-        """And write to both."""
+        """Fork a sequence, and write to both."""
         name, new = self.pick(number), self.new_name()
         blocks = min(blocks, len(self.naive.sequences[name].copies))
         self.naive.fork(name, new, blocks)
@@ -140,7 +140,7 @@ class NaiveCacheMachine(RuleBasedStateMachine):
 
     @rule(prompt=TOKENS, namespace=NAMESPACES)
     def serve(self, prompt: list[int], namespace: Namespace) -> None:
-        """A request that is over at once."""
+        """Serve a request that is over at once."""
         self.allocate(prompt, namespace, None)
         self.every_change_of_pressure_is_reported()
         if f"s{self.next_name}" in self.naive.sequences:

@@ -1,4 +1,4 @@
-"""What a user of the cache alone sees: tables, handles, sentences, limits."""
+"""The cache as a user of it alone sees it: tables, handles, sentences, limits."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several devices: preference, moves, rebalancing; and random use against a table of where each sequence is."""
+"""Several devices: preference, moves, rebalancing; and random use, compared with a table of where each sequence is."""
 
 import hypothesis.strategies as st
 import pytest

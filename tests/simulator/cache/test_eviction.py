@@ -1,4 +1,4 @@
-"""The queue of eviction candidates against a dictionary."""
+"""The queue of eviction candidates, compared with a dictionary."""
 
 import hypothesis.strategies as st
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""One cache in named situations: sharing, copy-on-write, eviction, swapping, reset, pressure."""
+"""One cache in specific situations: sharing, copy-on-write, eviction, swapping, reset, pressure."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def make_cache(
     seed: int = 1,
     report_hits: bool = False,
 ) -> KVCache:
-    """Blocks of 4 tokens."""
+    """A cache with blocks of 4 tokens."""
     return KVCache(
         num_blocks=num_blocks,
         block_size=4,
@@ -35,7 +35,7 @@ def make_cache(
 
 
 def run(cache: KVCache, sequence_id: str, tokens: list[int], namespace: Namespace = PLAIN) -> int:
-    """Allocate a whole prompt; how many of its tokens were hits."""
+    """Allocate a whole prompt. Returns how many of its tokens were hits."""
     request = AllocationRequest(sequence_id, tokens, namespace)
     match = cache.match(tokens, namespace)
     cache.allocate(request, match)
@@ -49,7 +49,7 @@ def run_and_release(cache: KVCache, tokens: list[int], namespace: Namespace = PL
 
 
 def prompt(start: int, blocks: int) -> list[int]:
-    """Tokens of this many full blocks, and one more."""
+    """Tokens of this many full blocks, plus one."""
     return list(range(start, start + 4 * blocks + 1))
 
 
@@ -63,7 +63,7 @@ def stored(events: tuple[KVEvent, ...], medium: Medium = Medium.GPU) -> list[int
 
 
 def hashes_of(cache: KVCache, tokens: list[int]) -> list[int]:
-    """Cache a prompt; the hashes of its blocks, head first."""
+    """Cache a prompt. Returns the hashes of its blocks, head first."""
     cache.take_events()
     run_and_release(cache, tokens)
     return stored(cache.take_events())

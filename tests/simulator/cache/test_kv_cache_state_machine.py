@@ -23,7 +23,7 @@ TOKENS = st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, 1), min_siz
 
 
 class CollidingHasher:
-    """Only eight different hashes; hits must still be correct."""
+    """A hasher with only eight different hashes; hits must still be correct."""
 
     def __init__(self) -> None:
         self._inner = SeededBlockHasher(5)
@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence_id=sequence_ids)
     def swap(self, sequence_id: str) -> None:
-        """Out, or back in."""
+        """Swap a sequence out, or back in."""
         if sequence_id not in self.written:
             return
         blocks = -(-len(self.written[sequence_id]) // BLOCK_SIZE)
@@ -183,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
         return sum(-(-len(self.written[name]) // BLOCK_SIZE) for name in self.swapped)
 
     def expected_hit_tokens(self, prompt: list[int], namespace: Namespace) -> int:
-        """From what a subscriber knows, with the hash chain computed independently."""
+        """The expected hit, from what a subscriber knows, with the hash chain computed independently."""
         parent, hit = None, 0
         for start in range(0, len(prompt) - BLOCK_SIZE, BLOCK_SIZE):
             block = prompt[start : start + BLOCK_SIZE]

@@ -17,7 +17,7 @@ RATES = StepCost(
 
 
 def make_engine(num_blocks: int = 64, *, num_cpu_blocks: int = 0, limits: SchedulerLimits | None = None) -> EngineCore:
-    """Blocks of 4 tokens."""
+    """An engine with blocks of 4 tokens."""
     cache = KVCache(num_blocks=num_blocks, block_size=4, hasher=SeededBlockHasher(1), num_cpu_blocks=num_cpu_blocks)
     return EngineCore(cache, limits=limits or SchedulerLimits(), cost=RATES)
 

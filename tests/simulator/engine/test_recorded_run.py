@@ -1,7 +1,7 @@
 """One busy run for each kind of cache, compared with a recording: events, hits, timing and statistics, to the last bit.
 
-The digests were taken before the cache became an interface of its own. A difference means that simulated engines behave
-differently: record anew only if that is the purpose of the change.
+The digests were taken before the cache became a separate interface. A difference means that simulated engines behave
+differently; record new ones only if that is the purpose of the change.
 """
 
 from random import Random
@@ -22,7 +22,7 @@ NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="a"), Namespace(cache_
 
 
 def busy_run(cache: KVCache) -> list[object]:
-    """Forks, preemptions, swaps, aborts and resets under 300 requests; everything that is seen from outside."""
+    """Run 300 requests with forks, preemptions, swaps, aborts and resets. Returns everything that is visible from outside."""
     random = Random(4)
     engine = EngineCore(cache, limits=SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=24), cost=RATES)
     seen: list[object] = []

@@ -1,4 +1,4 @@
-"""Answers in text go on from any part of them."""
+"""Answers as text continue from any part of them."""
 
 from kvatlas_simulator.engine.tokenizer import TextAnswer, decode, encode
 

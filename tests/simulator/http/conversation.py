@@ -1,4 +1,4 @@
-"""One conversation with tools, and the text that the engine's chat template makes of it."""
+"""One conversation with tools, and its text by the engine's chat template."""
 
 from typing import Any
 

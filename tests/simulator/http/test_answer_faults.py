@@ -1,4 +1,4 @@
-"""Answers that are none, and comments while a stream waits."""
+"""Faulty answers, and comments while a stream waits."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""KV that a simulated engine fetches from another one, in the request forms of real engines."""
+"""A simulated engine fetches KV from another one, with the request formats of real engines."""
 
 from contextlib import AsyncExitStack
 from typing import Any
@@ -49,12 +49,12 @@ async def test_what_the_named_source_holds_is_not_computed() -> None:
         _, reader = await start()
         assert await cached(source) == 0
         assert await cached(reader, **p2p(url), cache_salt="x") == 0  # another namespace
-        assert await cached(reader, **p2p("http://127.0.0.1:9")) == 0  # nobody is there
+        assert await cached(reader, **p2p("http://127.0.0.1:9")) == 0  # no server is there
         await reader.post("/reset_prefix_cache")
         assert await cached(reader, **p2p(url)) == 100
-        assert await cached(reader) == 100  # it is its own now
+        assert await cached(reader) == 100  # it has its own copy now
         _, stranger = await start(seed=8)
-        assert await cached(stranger, **p2p(url)) == 0  # it hashes blocks otherwise
+        assert await cached(stranger, **p2p(url)) == 0  # it hashes blocks differently
         _, unable = await start(kv_connector=None)
         assert await cached(unable, **p2p(url)) == 0
 

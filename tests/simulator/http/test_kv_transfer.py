@@ -1,4 +1,4 @@
-"""Two simulated engines share a request, in vLLM's form and in SGLang's."""
+"""Two simulated engines share a request, in vLLM's format and in SGLang's."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5}
 
 @pytest.fixture
 async def engines(request: pytest.FixtureRequest) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """Of the modes that the test names."""
+    """Clients of engines with the modes that the test names."""
     async with AsyncExitStack() as stack:
         started = [await stack.enter_async_context(running_engine(disaggregation=mode)) for mode in request.param]
         yield [client for _, client in started]
@@ -67,7 +67,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_answer(engines: list[h
 @modes("vllm")
 async def test_an_engine_whose_blocks_are_all_held_goes_on(engines: list[httpx.AsyncClient]) -> None:
     (prefill,) = engines
-    for number in range(12):  # of 8 blocks each, in a cache of 64
+    for number in range(12):  # 8 blocks each, in a cache of 64
         answer = await complete(prefill, prompt=[number, *PROMPT], max_tokens=1, kv_transfer_params=ASK)
         assert answer.status_code == 200 and answer.json()["kv_transfer_params"]
 

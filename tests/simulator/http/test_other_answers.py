@@ -1,4 +1,5 @@
-"""The simulated engine's other APIs: their streams say what their whole answers say, and rendering says what is computed."""
+"""The simulated engine's other APIs: their streams have the same content as their whole answers, and rendering shows what is
+computed."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A wrong request body is one clear line."""
+"""A wrong request body gives one clear line."""
 
 from typing import Any
 

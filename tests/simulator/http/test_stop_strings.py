@@ -1,4 +1,4 @@
-"""Stop strings end answers, and no part of one is sent."""
+"""Stop strings end answers, and no part of a stop string is sent."""
 
 from hypothesis import given
 from hypothesis import strategies as st

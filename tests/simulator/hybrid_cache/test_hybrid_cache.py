@@ -1,4 +1,4 @@
-"""A hybrid engine's cache: what it reuses follows from its own events, by vLLM's rules, and nothing is lost or held twice."""
+"""A hybrid engine's cache: its reuse follows from its own events by vLLM's rules, and nothing is lost or held twice."""
 
 import random
 from collections import Counter
@@ -35,7 +35,7 @@ def make_cache(groups: Iterable[str], num_blocks: int = 120, interval: int = 0) 
 
 
 class Copies:
-    """What a subscriber derives from the events: copies by (hash, group)."""
+    """Derives from the events what a subscriber does: copies by (hash, group)."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[int, int]] = Counter()
@@ -65,7 +65,7 @@ def copies_in(cache: HybridCache) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("interval", [0, BLOCK, 4 * BLOCK])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_hit_is_what_the_events_and_vllms_rules_say(model: str, interval: int) -> None:
-    """Random prompts that grow, fork and repeat, while other sequences live on and the pool overflows."""
+    """With random prompts that grow, fork and repeat, while other sequences stay alive and the pool overflows."""
     chance = random.Random(f"{model} {interval}")
     cache = make_cache(MODELS[model], interval=interval)
     chunks = {i: group.tokens for i, group in enumerate(cache.groups) if group.kind.value.startswith("chunked")}

@@ -1,4 +1,4 @@
-"""Dynamo's own selection, on the engines' events; `make bench-peer` installs it."""
+"""Dynamo's own selection, based on the engines' events; `make bench-peer` installs it."""
 
 import sys
 from pathlib import Path

@@ -46,7 +46,7 @@ class Run:
 
 
 def requests_of(seed: int, count: int = 60) -> list[tuple[float, GenerationRequest]]:
-    """Prompts that share prefixes, and one that goes on after another's answer; bursts and pauses."""
+    """Prompts that share prefixes or continue after another one's answer, with bursts and pauses."""
     rng = random.Random(seed)
     prefixes = [tuple(rng.choices(range(256, VOCABULARY), k=rng.randint(1, 200))) for _ in range(5)]
     now_us = 0.0
@@ -137,7 +137,7 @@ def layout_of(*groups: str, interval: int = 0) -> CacheLayout:
         (CacheLayout(), 60, 0, SchedulerLimits(max_num_batched_tokens=128)),
         (CacheLayout(), 60, 80, SchedulerLimits(max_num_batched_tokens=512)),
         (CacheLayout(), 300, 0, SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64)),
-        # windows of whole blocks: others give their oldest block back within a step here, a few tokens earlier there
+        # windows of whole blocks: with others, the oldest block is freed within a step here, a few tokens earlier there
         (layout_of("full", "swa:33"), 4_000, 0, SchedulerLimits()),
         (layout_of("swa:65", "full"), 120, 0, SchedulerLimits(max_num_batched_tokens=128)),
         (layout_of("full", "mamba"), 120, 0, SchedulerLimits(max_num_batched_tokens=512)),

@@ -1,4 +1,4 @@
-"""The fewest workers for a share of good requests: what replays of every size say."""
+"""The fewest workers for a share of good requests equal what replays of every size give."""
 
 from dataclasses import replace
 

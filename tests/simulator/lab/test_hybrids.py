@@ -1,4 +1,5 @@
-"""Hybrid fleets: with marks kvatlas predicts exactly what engines will reuse, without it does not; the oracle knows it too."""
+"""Hybrid fleets: with marks, kvatlas predicts exactly what engines will reuse, and without marks it does not; the oracle also
+knows it."""
 
 import math
 import random
@@ -52,7 +53,7 @@ class Fleet:
         self._now_us = 1e6
 
     def serve(self, request: LabRequest) -> tuple[int, int]:
-        """To its end, before the next one comes: the cached tokens that were predicted, and those that its engine found."""
+        """Serve a request to its end. Returns the predicted cached tokens, and those that its engine found."""
         number = self._atlas.choose(request, self._now_us)
         predicted = self._atlas.predicted_tokens(request.number)
         engine, sequence = self.engines[number], EngineRequest(request)
@@ -71,7 +72,7 @@ class Fleet:
 
 
 def predictions(settings: FleetSettings, *, marks: bool, requests: int = 100) -> list[tuple[int, int]]:
-    """Of agents' requests, one at a time, by engines that evict."""
+    """(predicted, found) tokens of agents' requests, one at a time, on engines that evict."""
     fleet = Fleet(settings, marks=marks)
     found = [fleet.serve(request) for request in generate("agents", 2, requests).requests]
     assert any(engine.cache.stats().evictions for engine in fleet.engines)
@@ -111,7 +112,7 @@ def test_a_hybrid_reuses_less_than_full_attention_in_as_many_blocks() -> None:
 
 
 def waiting(settings: FleetSettings, request: LabRequest) -> tuple[VirtualEngine, EngineRequest]:
-    """An engine with a request that it has not begun."""
+    """An engine, with a request that it has not begun."""
     engine = build_engines(settings, BLOCK_TOKENS)[0]
     return engine, EngineRequest(request)
 
@@ -128,7 +129,7 @@ def test_what_a_hybrid_will_hold_is_resumable_where_its_prompt_ends() -> None:
 
 
 def test_what_was_foretold_is_what_is_reused() -> None:
-    """`blocks_once_computed` of a prompt, against the cache after it was computed."""
+    """A prompt's `blocks_once_computed`, compared with the cache after it was computed."""
     chance = random.Random(3)
     for groups in MODELS:
         engine = build_engines(replace(fleet_of(groups), cache_tokens=1_000_000), BLOCK_TOKENS)[0]

@@ -1,4 +1,4 @@
-"""Live replays: the same requests, over real servers."""
+"""Live replays of the same requests over real servers."""
 
 import pytest
 
@@ -15,7 +15,7 @@ async def test_a_live_replay_finds_about_as_much_cached_as_one_in_virtual_time()
     study = Study(generate("chat", 0, 40), ("kvatlas",), [Point(2, 60_000, 4.0)], seeds=1)
     (live,) = await compare_live(study, scale=8.0)
     outcome = replay(study.workload, "kvatlas", study.points[0].to_fleet(study), 0, speed=4.0)
-    # 40 requests on a machine that does other work too: `make lab STUDY=live` compares them closely
+    # only 40 requests, on a machine that also does other work: `make lab STUDY=live` compares them closely
     assert live.summary.mean.hit_rate > 0.7 * Figures.of(outcome, study.objective).hit_rate > 0.3
 
 

@@ -1,4 +1,4 @@
-"""Curves: one pass says what an LRU cache of each size finds, as a plain cache and a whole replay do."""
+"""Curves: a single pass gives what an LRU cache of each size finds, and agrees with a plain cache and a whole replay."""
 
 from collections import OrderedDict
 
@@ -42,7 +42,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 @given(workloads(), st.integers(6, 40))
 def test_without_sampling_a_curve_is_what_a_plain_lru_cache_finds(workload: Workload, blocks: int) -> None:
-    # a request uses up to 6 blocks at once, so the order within it decides nothing in a cache of at least as many
+    # a request uses up to 6 blocks at once, so their order does not matter in a cache of at least that many
     (point,) = measure_curve(workload, [blocks * SIZE]).points
     assert point.hit_rate == pytest.approx(plain_lru(workload, blocks))
 

@@ -1,4 +1,4 @@
-"""Replays: every request is served, equal seeds give equal figures, and the figures are what the policies deserve."""
+"""Replays: every request is served, equal seeds give equal figures, and better policies get better figures."""
 
 from dataclasses import replace
 
@@ -109,11 +109,11 @@ def test_requests_of_an_engine_that_ends_are_served_elsewhere(policy: str) -> No
     outages = (Outage(0, 0.3, 0.3, 0.6), Outage(1, 0.7, 0.8, 1.0))
     lost, whole = (replay(workload, policy, replace(FLEET, outages=some), 1, speed=8.0) for some in (outages, ()))
     assert len(lost.served) == len(workload.requests)
-    assert sum(lost.prefilled_tokens) > sum(whole.prefilled_tokens)  # what the engines held is computed again
+    assert sum(lost.prefilled_tokens) > sum(whole.prefilled_tokens)  # what the engines held has to be computed again
 
 
 def test_the_busiest_engine_can_be_lost() -> None:
-    """In a fleet that is nearly idle, an engine with a fixed number may have nothing to lose."""
+    """In a nearly idle fleet, a given engine may have nothing to lose."""
     workload, outage = generate("agents", 3, 60), Outage(None, 0.5, 0.5, 0.9)
     whole, lost, *fixed = (
         replay(workload, "session", replace(FLEET, outages=outages), 1).served

@@ -1,4 +1,4 @@
-"""Traces from files: what is read, and one clear line for what can't be."""
+"""Traces from files: what is read, and one clear line for everything else."""
 
 import gzip
 import json

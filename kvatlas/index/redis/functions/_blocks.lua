@@ -1,4 +1,4 @@
--- Changing many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
+-- Changes many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
 -- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
 -- The side index records which blocks follow which. side: {children = key, parents = key}
@@ -170,8 +170,8 @@ local function change_held(k, changes)
   delete_fields(k.held, gone)
 end
 
--- Returns the bytes of a block of each of a holder's scopes: {scope id -> bytes}, and for each tier with another size {scope id
--- and tier (a byte) -> bytes}. touched: its list
+-- Returns the size in bytes of a block in each of a holder's scopes: {scope id -> bytes}, and for each tier with another size
+-- {scope id and tier (a byte) -> bytes}. touched: the holder's list
 local function sizes_of(touched)
   local sizes = {}
   for at = 1, #touched, 16 do
@@ -186,7 +186,7 @@ local function bytes_in(sizes, place)
   return sizes[place] or sizes[string.sub(place, 1, 8)] or 0
 end
 
--- Returns {field, block-ms...} of some holders' scopes, without those that are 0.
+-- Returns {field, block-ms...} of some holders' scopes, without zeros.
 local function block_ms_of(k, holders, scope_ids)
   local fields, found = {}, {}
   for _, holder in ipairs(holders) do
@@ -225,10 +225,9 @@ end
 
 local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new
--- value...} to
--- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the bytes to be
--- written.
+-- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the number of bytes to
+-- be written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do

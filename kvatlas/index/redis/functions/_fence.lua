@@ -38,7 +38,7 @@ local function digest_for(c, holder)
   return digest
 end
 
--- Returns a scope's entries in touched, `stored`, with the sizes of `use` that are known.
+-- Returns a scope's entries in touched: `stored`, updated with the known sizes of `use`.
 local function with_sizes(scope_id, stored, use)
   local by_tier, merged = {}, {}
   for at = 9, #stored, 16 do

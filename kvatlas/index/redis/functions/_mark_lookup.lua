@@ -205,7 +205,7 @@ local function indices_of(base, high, low)
   return indices
 end
 
--- Answers for those of some holders (`here`: indices of `names`) that have a mark at one of these blocks. Returns the index at
+-- Answers for the holders in `here` (indices of `names`) that have a mark at one of these blocks. Returns the index at
 -- which the budget ran out; nil if all were looked at.
 local function answer_marked(search, here, indices)
   local names, tops, numbers, packed, fields = search.names, search.tops, search.numbers, search.packed, {}

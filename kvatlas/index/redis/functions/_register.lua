@@ -1,4 +1,4 @@
--- Registering functions. Their names end with the library's tag (kvatlas/store/function_library.py), and the arguments
+-- Registers functions. Their names end with the library's tag (kvatlas/store/function_library.py), and the arguments
 -- of a call are bounded (`bounded` there).
 
 -- Registers a function that may need memory: a store that is out of memory refuses to run it.

@@ -6,7 +6,7 @@
 --                             retired one's list ends with the ms at which it became active
 --   active              HASH  3-byte number -> worker id of each active holder
 --   retired             SET   3-byte numbers of the retired holders
---   free                LIST  numbers that can be used again, the first freed first: 3-byte number, ms at which it was freed
+--   free                LIST  numbers that can be used again, freed earliest first: 3-byte number, ms at which it was freed
 --   marked              HASH  3-byte number of each holder with marks -> dropped (a byte), cmsgpack digest of marks
 --   marks:<scope id>    HASH  8-byte sequence hash of a marked block -> 3-byte numbers, sorted; 9 bytes (sequence hash of a
 --                             head, 'h') -> sorted entries of 11 bytes: number, 64 bits (big-endian, offset 0 lowest)
@@ -199,7 +199,7 @@ local function find_entry(value, holder)
   return nil, low * 4 + 1
 end
 
--- Unpacks the words of a stored digest. If they can't be read, words are returned that no holder can have, so that the next
+-- Unpacks the words of a stored digest. If they can't be read, returns words that no holder can have, so that the next
 -- checkpoint or scrub finds them wrong and a snapshot follows.
 local function unpack_words(packed, count)
   local good, words = pcall(cmsgpack.unpack, packed)

@@ -1,6 +1,6 @@
--- Residency is prefix-closed, so active holders only get fewer along a chain: if the values at two places are equal, so are the
--- active holders between them. We probe where the caller guesses that runs begin and end, then every `stride` blocks; then,
--- level by level with one HMGET each, the middle of every interval whose ends differ.
+-- Residency is prefix-closed, so there can only be fewer active holders along a chain: if the values at two places are equal,
+-- so are the active holders between them. We probe where the caller guesses that runs begin and end, then every `stride`
+-- blocks; then, level by level with one HMGET each, the middle of every interval whose ends differ.
 
 local FIELD_BYTES = 256 -- cost of a field in addition to the bytes of its value
 local BYTES = 600000 -- after this many, the caller has to ask for the rest
@@ -10,8 +10,8 @@ local MOST_STRIDE, ROUND = 256, 1024 -- the longest stride, and blocks between t
 local MOST_OPEN = 128 -- intervals that one level halves; the next round looks at the others
 local PLACES = 256 -- this many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
--- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on,
--- or if none is left every `stride` blocks; and the new `next_guess`. `hashes` is filled.
+-- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on, or, if none
+-- is left, every `stride` blocks; and the new `next_guess`. `hashes` is filled.
 local function next_probes(packed, left, last, stride, guess, next_guess, cost, hashes)
   local rights, n, at, sub = {}, 0, left, string.sub
   local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))

@@ -1,5 +1,5 @@
-"""The overlap of a chain with what the shards hold: one call to each shard, and more if a call, whose work is bounded, leaves
-a rest."""
+"""The overlap of a chain with what the shards hold: one call to each shard, and further calls for what one call, whose work is
+bounded, leaves over."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ class OverlapLookup:
 
     async def overlap(self, scope_id: bytes, hashes: bytes, reach: tuple[int, int], *, verify: bool) -> Overlap:
         """`reach`: the index of the first block, and the highest position to find (see `check_reach`). `verify`: also look at
-        every block, and name the differences."""
+        every block, and return the differences."""
         found = await self._look_up(scope_id, hashes, STRIDE, reach)
         if not verify:
             return found

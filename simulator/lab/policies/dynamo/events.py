@@ -47,7 +47,7 @@ def removed(block_hash: int, medium: str = "GPU") -> dict[str, Any]:
 
 
 def mark_tokens(mark: int, block_tokens: int) -> list[int]:
-    """Tokens of a block that no content has, because they differ."""
+    """Tokens of a block that no content has, because they differ from each other."""
     return [mark, *[_MARK] * (block_tokens - 1)]
 
 

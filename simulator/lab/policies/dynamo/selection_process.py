@@ -7,7 +7,7 @@ block_tokens}; the answer is {ready: true}. Each later line is a list of calls, 
   which stands for `block_tokens` tokens. The choice first waits for the events of these engines, until they hold a block of
   `mark`.
 - ["prefilled", id], ["finished", id].
-- ["set_up", engine, up]: an engine takes requests, or none.
+- ["set_up", engine, up]: an engine starts or stops taking requests.
 """
 
 import asyncio

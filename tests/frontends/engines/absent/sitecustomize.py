@@ -1,6 +1,6 @@
 """Stands in for packages that SGLang imports and the stub never calls. torchvision and sgl_kernel exist only for CUDA builds.
 
-In a folder of its own: Python runs a `sitecustomize` on its path in every process, those that SGLang starts too.
+It has its own folder because Python runs a `sitecustomize` on its path in every process, including those that SGLang starts.
 """
 
 import importlib.abc

@@ -1,4 +1,4 @@
-"""A replica that keeps its copy in a file: warm after a restart, and never the worse for a file that is of no use."""
+"""A replica that keeps its copy in a file is warm after a restart, and never harmed by an unusable file."""
 
 import logging
 import shutil
@@ -41,13 +41,13 @@ async def kept(here: World, file: Path) -> AsyncIterator[IndexReplica]:
 
 
 async def saved(replica: IndexReplica) -> None:
-    """What it has now is in the file."""
+    """Wait until the file has the replica's current state."""
     before = replica.counters.saves
     await until(lambda: replica.counters.saves > before + 1, what="the copy is saved")
 
 
 def loads(replica: IndexReplica) -> tuple[int, int]:
-    """(copies made of the store, copies that went on from the file)."""
+    """(copies made from the store, copies continued from the file)."""
     return replica.counters.loads, replica.counters.resumed
 
 
@@ -60,9 +60,9 @@ async def test_a_copy_is_warm_after_a_restart(tmp_path: Path, caplog: pytest.Log
         in_memory_bytes = here.replica.memory_bytes
         async with kept(here, file) as replica:
             assert loads(replica) == (1, 0)
-            assert replica.memory_bytes > 1.4 * in_memory_bytes  # it knows its rows, too
+            assert replica.memory_bytes > 1.4 * in_memory_bytes  # it includes the rows, too
             await saved(replica)
-            for end in ("", "-wal"):  # as a killed process leaves it
+            for end in ("", "-wal"):  # as left by a killed process
                 shutil.copy(f"{file}{end}", f"{killed}{end}")
             await plain.send(plain.remove(SCOPE, CHAIN[8 * 60 : 8 * 70]))
             await here.becomes_exact()
@@ -110,7 +110,7 @@ async def test_a_file_that_is_of_no_use_is_written_anew(tmp_path: Path, caplog: 
         async with kept(here, text) as replica:
             assert loads(replica) == (0, 1)
         shutil.copy(text, cut)
-        with sqlite3.connect(cut) as connection:  # as a process that was killed between two parts leaves it
+        with sqlite3.connect(cut) as connection:  # as left by a process that was killed between two parts
             connection.execute("DELETE FROM positions")
         connection.close()
         async with kept(here, cut) as replica:

@@ -1,4 +1,4 @@
-"""A replica beside a running indexer, on real servers that are killed."""
+"""A local copy next to a running indexer, on real servers that are killed."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,7 +52,7 @@ class World:
     workers: list[BusPublisher]
 
     async def is_exact(self) -> bool:
-        """Does the replica answer, as the store does, what the workers hold?"""
+        """True if the replica answers with what the workers hold, as the store does."""
         if self.replica.state is not ReplicaState.CURRENT:
             return False
         try:
@@ -108,7 +108,7 @@ async def test_a_replica_answers_as_the_store_does_and_follows_the_stream_and_th
         assert (await here.replica.overlap(SCOPE, CHAIN)).reach() == {"hybrid": 41}
         await plain.start(plain.incarnation + 1)
         await here.becomes_exact()
-        # what no message says: the store closes a worker, and asks it for a snapshot then
+        # not shown by any message: the store closes a worker, and then asks it for a snapshot
         await here.index.retire("plain", plain.incarnation)
         await here.becomes_exact()
         assert (here.replica.counters.loads, here.replica.counters.mismatches) == (1, 0)

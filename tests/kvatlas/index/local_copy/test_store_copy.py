@@ -1,4 +1,4 @@
-"""Copies of a store whose workers go on publishing while they are made."""
+"""Copies of a store whose workers continue to publish while the copies are made."""
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,7 +39,7 @@ PLACES = {
 
 
 class Worker(MessageSource):
-    """Publishes random messages of prefix-closed residency; `marked`: it is a hybrid's."""
+    """Publishes random messages of prefix-closed residency; `marked`: it is a hybrid."""
 
     def __init__(self, worker_id: str, rng: random.Random, *, marked: bool) -> None:
         super().__init__(worker_id, dropped=1 if marked else None, places=PLACES)
@@ -88,7 +88,7 @@ class Worker(MessageSource):
 
 
 class BusyReader(ShardReader):
-    """Before each of its reads, something happens to the store."""
+    """A reader for which something happens to the store before each read."""
 
     def __init__(self, store: Store, before: Callable[[], Awaitable[None]]) -> None:
         super().__init__(store, ShardKeys(0))
@@ -111,7 +111,7 @@ class BusyReader(ShardReader):
 
 @pytest.fixture
 async def store(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
-    """It scans a few blocks at a time, as if there were many."""
+    """A store that is scanned a few blocks at a time, as if there were many."""
     monkeypatch.setattr("kvatlas.index.redis.shard_reader.BLOCKS_A_CALL", 8)
     async with connected_store(valkey_url, wait=False) as opened:
         await opened.client.flushall()
@@ -122,7 +122,7 @@ async def store(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def assert_equal(copy: MemoryIndex, index: RedisIndex, store: Store) -> None:
-    """All that a router asks, and the digests of blocks and marks."""
+    """Compare everything that a router asks, and the digests of blocks and marks."""
     for scope in SCOPES:
         for chain in CHAINS:
             here, there = await copy.overlap(scope, chain, verify=True), await index.overlap(scope, chain)
@@ -165,7 +165,7 @@ async def test_a_copy_is_exact_once_it_has_the_messages_since_it_was_begun(
     for message in since:
         await apply_messages(copy, message)
     await assert_equal(copy, index, store)
-    await publish(10)  # it goes on like any index
+    await publish(10)  # it continues like any index
     while await copy.sweep(0, 50):
         pass
     for message in since[-40:]:

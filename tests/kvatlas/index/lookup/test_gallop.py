@@ -1,4 +1,5 @@
-"""Galloping equals a full walk for every prefix-closed state, whatever retired and loading holders are left over."""
+"""Galloping equals a full walk for every prefix-closed state, whatever entries of retired and loading holders are left
+over."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ leftovers = st.lists(st.tuples(st.integers(0, 399), st.integers(100, 104)), max_
 
 
 def values(depth_of: dict[int, int], leftover: list[tuple[int, int]], count: int) -> list[bytes | None]:
-    """The holders value of each block: active holders to their depth, other holders anywhere."""
+    """The holders value of each block: active holders up to their depth, other holders anywhere."""
     out: list[bytes | None] = []
     for i in range(count):
         value = b""

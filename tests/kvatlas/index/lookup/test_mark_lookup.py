@@ -1,4 +1,5 @@
-"""The deepest resumable position of a chain equals a look at every block, on random trees of blocks and marks."""
+"""The deepest resumable position of a chain equals the one found by looking at every block, on random trees of blocks and
+marks."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,5 +1,5 @@
-"""Lookups probe first where an earlier one with the same start found runs to begin and end: right in one step if they still do,
-and exact whatever the guess is."""
+"""Lookups first probe where an earlier one with the same start found that runs begin and end: one step suffices if they still
+do, and the result is exact whatever the guess."""
 
 import random
 from collections.abc import AsyncIterator
@@ -126,7 +126,7 @@ async def test_a_second_lookup_of_a_start_reads_once(store: Store, index: RedisI
         reads.append(await count_reads(store))
     first, second, third = reads
     assert second == third <= 3 < first  # the version, the first block, and all others
-    # what changes is found all the same, and known from then on
+    # changes are found all the same, and known from then on
     await index.put(use, "w1", Tier.HBM, whole[: 400 * HASH_BYTES])
     await index.put(use, "w8", Tier.HBM, whole)
     depths |= {"w1": 400, "w8": 512}
@@ -173,7 +173,7 @@ def test_the_memory_index_reads_where_runs_ended() -> None:
 
 
 async def test_more_changes_than_one_call_may_look_at_are_found(store: Store, index: RedisIndex) -> None:
-    """Values that retired holders are left in differ in every block of an interval between two guesses."""
+    """Values with leftover retired holders differ in every block of an interval between two guesses."""
     blocks, whole = SHARD.blocks(SCOPE.scope_id), chain(3, 20_000)
     keys = [whole[at : at + HASH_BYTES] for at in range(0, len(whole), HASH_BYTES)]
     active = number_bytes(1) + b"\1"

@@ -1,4 +1,4 @@
-"""Lookups of many holders are cut into calls that each do bounded work, and find what a walk over every block finds."""
+"""Lookups of many holders are split into calls that each do bounded work, and find what a walk over every block finds."""
 
 from collections.abc import AsyncIterator
 

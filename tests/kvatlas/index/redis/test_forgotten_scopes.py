@@ -21,7 +21,7 @@ K = ShardKeys(0)
 async def test_a_scope_that_comes_into_use_while_others_are_forgotten_stays_in_the_list(
     fresh_store: str, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """One that the list has already, or a new one."""
+    """A scope that is already in the list, or a new one."""
     block = pack_hashes([1])
     idle, new = Scope("m", "t", None, "idle"), Scope("m", "t", None, "new")
     async with connected_store(fresh_store, wait=False) as store:

@@ -1,4 +1,4 @@
-"""A shard of many workers: what is read and changed of all of them takes several calls."""
+"""A shard of many workers: reading or changing all of them takes several calls."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -72,7 +72,7 @@ async def test_a_retired_worker_is_in_no_answer_of_a_client_that_has_its_name(in
 async def test_names_that_change_while_they_are_read_are_no_version(
     index: RedisIndex, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that were active all the while are in the answer, no others."""
+    """The answer has the workers that were active all the time, and no others."""
     reader = await open_redis_index(store, writer=False)
     assert await workers_of(reader) == sorted(WORKERS)
     gone: list[str] = []

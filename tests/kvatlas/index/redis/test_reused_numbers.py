@@ -1,5 +1,5 @@
-"""Sweeps of several owners, a few blocks at a time, while owners crash and the store fails over to older data: a number
-is never free while blocks have it, and no worker ever appears with another one's blocks."""
+"""Sweeps of several owners, a few blocks at a time, while owners crash and the store fails over to older data: a number is
+never free while blocks have it, and no worker ever appears with another worker's blocks."""
 
 import random
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ HASHES = range(1, 61)
 K = ShardKeys(0)
 STEPS = 120
 UNDISTURBED_SWEEPS = 150
-"""Enough to end every sweep, whatever the steps left."""
+"""Enough to finish every sweep, whatever the steps left behind."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ class World:
     def __init__(self, stores: list[Store], rng: random.Random) -> None:
         self.stores = stores
         self.address = copy(stores[0])
-        """Leads to the primary, which is the first of `stores`."""
+        """A connection to the primary, which is the first of `stores`."""
         self.rng = rng
         self.owners: list[RedisIndex] = []
         self.sources = [MessageSource(f"w{i}", incarnation=0) for i in range(3)]
@@ -62,7 +62,7 @@ class World:
             await self.open()
             self.next_server()
         self.owners = [await self.open() for _ in range(2)]
-        for scope in SCOPES:  # so that every dump has their texts, which come again only with a worker's next message
+        for scope in SCOPES:  # so every dump has their texts, which come again only with a worker's next message
             source = self.sources[0]
             await self.send(source, source.begin(source.incarnation + 1))
             await self.send(source, source.store(scope, pack_hashes(HASHES)))
@@ -108,8 +108,8 @@ class World:
         self.dumps = [*self.dumps[-3:], await dump_all(self.stores[0])]
 
     async def fail_over(self) -> None:
-        """To another server, whose data has another history, also if it was the primary before; the owners continue their
-        sweeps."""
+        """Fail over to another server, whose data has a different history even if it was the primary before; the owners
+        continue their sweeps."""
         if self.dumps:
             self.next_server()
             for master in ("127.0.0.1 1", "NO ONE"):  # a promotion changes the id of the replication
@@ -149,7 +149,7 @@ async def test_a_number_is_free_only_if_no_block_has_it(stores: list[Store], mon
 
 
 async def test_a_scan_proves_nothing_about_a_number_that_was_given_out_again(stores: list[Store]) -> None:
-    """However soon that is: the store's clock may have jumped."""
+    """However soon that was: the store's clock may have jumped."""
     first, second = [
         await open_redis_index(stores[0], partitions=1, shards=1, writer=True, reuse_ms=0) for _ in range(2)
     ]
@@ -172,8 +172,8 @@ async def test_a_scan_proves_nothing_about_a_number_that_was_given_out_again(sto
 
 
 async def test_a_sweep_on_one_server_frees_no_number_on_another(stores: list[Store]) -> None:
-    """The count of the retired holder is wrong, so only a whole sweep proves that no block has its number; after a failover
-    that is no proof."""
+    """The count of the retired holder is wrong, so only a whole sweep proves that no block has its number; after a failover,
+    it proves nothing."""
     address = copy(stores[0])
     index = await open_redis_index(address, partitions=1, shards=1, writer=True, reuse_ms=0)
     await apply_messages(index, MessageSource("a").begin(1))
@@ -225,7 +225,7 @@ async def test_a_wrong_count_does_not_keep_a_number_for_ever(stores: list[Store]
 
 
 async def test_a_number_is_used_again_only_after_a_while(stores: list[Store]) -> None:
-    """Clients may have its old name."""
+    """Clients may still know its old name."""
     index = await open_redis_index(stores[0], partitions=1, shards=1, writer=True)
     await apply_messages(index, MessageSource("a").begin(1))
     await index.retire("a", 1)
@@ -242,7 +242,7 @@ async def test_a_number_is_used_again_only_after_a_while(stores: list[Store]) ->
 
 
 async def test_a_sweep_takes_small_scopes_together(stores: list[Store]) -> None:
-    """What a scope costs is what is in it."""
+    """A scope costs as much as its content."""
     index = await open_redis_index(stores[0], partitions=1, shards=1, writer=True)
     source = MessageSource("a")
     scopes = [Scope("m", "t", None, f"tenant-{number}") for number in range(25)]

@@ -1,4 +1,4 @@
-"""The scrub finds damage that no message did, in each implementation; a snapshot and a sweep repair it."""
+"""The scrub finds damage that came from no message, in each implementation; a snapshot and a sweep repair it."""
 
 import pytest
 
@@ -118,7 +118,7 @@ async def test_malformed_holders_values_are_found(index: ResidencyIndex, sources
     for key, value in ((first, number + b"\x01" + number + b"\x01"), (second, b"")):
         await index._store.client.hset(damage.keys.blocks(SCOPE.scope_id), key, value)
     found = await whole_round(index)
-    together = damage.shard == Damage(index, "a").shard  # whose blocks these also were, if it is in the same shard
+    together = damage.shard == Damage(index, "a").shard  # the blocks were also its own, if it is in the same shard
     assert found.damaged == (["a", "b"] if together else ["b"])
     assert not await index._store.client.hexists(damage.keys.blocks(SCOPE.scope_id), second)
 
@@ -175,7 +175,7 @@ async def test_a_worker_that_always_changes_is_counted_too(
 async def test_messages_applied_by_another_process_are_no_damage(
     index: ResidencyIndex, sources: dict[str, MessageSource]
 ) -> None:
-    """They are not noted here, so the worker can't be followed; counted in one go it can."""
+    """They are not noted here, so the worker can't be followed, but it can be counted in one go."""
     if not isinstance(index, RedisIndex):
         return
     elsewhere = await open_redis_index(index._store, shards=index.shards, side_index=True, writer=True)
@@ -191,7 +191,7 @@ async def test_messages_applied_by_another_process_are_no_damage(
 async def test_a_scope_whose_text_was_lost_is_registered_again(
     index: ResidencyIndex, sources: dict[str, MessageSource]
 ) -> None:
-    """As after a failover of the registry's slot alone; no message names it, and the process that wrote it is gone."""
+    """As after a failover of the registry's slot alone: no message names the scope, and the process that wrote it is gone."""
     if not isinstance(index, RedisIndex):
         return
     await index._store.client.hdel(SCOPES, OTHER.scope_id)
@@ -204,7 +204,7 @@ async def test_a_scope_whose_text_was_lost_is_registered_again(
 
 
 async def test_a_scrub_finds_damage_although_no_scope_is_registered(index: ResidencyIndex) -> None:
-    """All blocks are gone too."""
+    """All blocks are gone as well."""
     source = MessageSource("w")
     await apply_messages(index, source.begin(1), source.store(SCOPE, block(0)))
     await Damage(index, "w").take(SCOPE, block(0))

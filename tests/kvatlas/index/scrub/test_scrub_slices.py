@@ -1,4 +1,4 @@
-"""What happens between two calls of a scrub or a recount: a failover, a message, a part of one."""
+"""Events between two calls of a scrub or a recount: a failover, a message, a part of one."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import copy
@@ -38,7 +38,7 @@ async def stores() -> AsyncIterator[list[Store]]:
 
 @pytest.fixture
 def address(stores: list[Store]) -> Store:
-    """Leads to the primary."""
+    """A connection to the primary."""
     return copy(stores[0])
 
 
@@ -92,7 +92,7 @@ async def test_damage_of_one_server_is_not_that_of_another(
 async def test_a_part_of_a_message_is_followed(
     index: RedisIndex, source: MessageSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is applied between two calls of the scrub, the rest of the message after these."""
+    """It is applied between two calls of the scrub, the rest of the message after them."""
     assert not (await index.scrub(0, 1)).ended
     monkeypatch.setattr(call_plan, "CALL_COST", 400)
     call, calls = index._functions.call, 0

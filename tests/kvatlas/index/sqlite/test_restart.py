@@ -48,7 +48,7 @@ changes = st.lists(
 
 
 async def everything(index: MemoryIndex) -> dict[str, Any]:
-    """All that an index answers, but its counters, and the holders that a sweep leaves."""
+    """Everything that an index answers, except its counters and the holders that a sweep leaves."""
     await index.sweep(0, 1 << 20)
     parents = [None, *unpack_hashes(CHAIN)]
     return {

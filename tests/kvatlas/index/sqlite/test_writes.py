@@ -1,4 +1,4 @@
-"""What a call writes to the file: rows that it changed, and no others."""
+"""A call writes the rows that it changed to the file, and no others."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +22,7 @@ CHAIN = extend_chain(range(4 * 12), 4)
 
 @pytest.fixture
 async def index(tmp_path: Path) -> AsyncIterator[SqliteIndex]:
-    """Of three workers, each in a partition of its own."""
+    """An index of three workers, each in its own partition."""
     assert len({partition_of(worker_id, 64) for worker_id in WORKERS}) == 3
     async with open_sqlite_index(tmp_path / "index") as index:
         for worker_id in WORKERS:
@@ -32,7 +32,7 @@ async def index(tmp_path: Path) -> AsyncIterator[SqliteIndex]:
 
 
 def rows_written(index: SqliteIndex) -> int:
-    """Since the file was opened."""
+    """Rows written since the file was opened."""
     return index._file._connection.total_changes
 
 

@@ -22,7 +22,7 @@ LIMITS = QueueLimits(100, 1_000_000)
 
 
 def slots(*workers: str, slots: int = 1) -> Ask:
-    """An ask for workers with so many request slots."""
+    """An ask for workers with this many request slots."""
     asked = ask([offer(worker) for worker in workers])
     return replace(asked, limits=Limits([Limit(slots)] * len(workers), 1_000))
 
@@ -52,7 +52,7 @@ class Line:
         limits: QueueLimits = LIMITS,
         **fields: object,
     ) -> tuple[int, str | Place]:
-        """Ask for a worker: the request's number, and the worker or a place. Raises QueueIsFull."""
+        """Ask for a worker. Returns the request's number, and the worker or a place. Raises QueueIsFull."""
         self.number += 1
         waiting = WaitingRequest(id_of(1_000_000 + self.number), tenant, limits, tokens, **fields)  # type: ignore[arg-type]
         if workers is not None:
@@ -61,7 +61,7 @@ class Line:
         return self.number, await self.retry(self.number)
 
     async def retry(self, number: int) -> str | Place:
-        """The worker that a request is booked at, its place, or that it was called off before."""
+        """Try a request again. Returns the worker where it is booked, its place, or that it was called off before."""
         router, waiting, asked = self.requests[number]
         booking = Booking(id_of(number), router, waiting.input_tokens, asked, LEASE_US, LONGEST_US, waiting=waiting)
         try:
@@ -91,6 +91,6 @@ class Line:
             last = first[0]
             assert await self.retry(last) in self.workers
             served.append(last)
-            for router in sorted(routers):  # the next ones find no room
+            for router in sorted(routers):  # the following ones find no room
                 for number in await self.turns(router):
                     await self.retry(number)

@@ -1,4 +1,4 @@
-"""What every implementation of reservations promises of requests that wait for a worker with room."""
+"""The promises of every implementation of reservations about requests that wait for a worker with room."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the queue leaves in the store, refuses, and forgets there."""
+"""What the queue keeps in the store, refuses, and forgets there."""
 
 import pytest
 
@@ -19,7 +19,7 @@ async def test_the_queue_leaves_nothing_behind(store: Store, clock: Clock) -> No
     for n in range(5):
         await line.ask(f"t{n % 2}", router=f"r{n}", workers=("a",) if n % 2 else None)
     ends = await store.client.zrange(pool_keys(POOL)[9], 0, -1)
-    assert {member[:1] for member in ends} <= {b"r", b"l"}  # routers without a queue would take others for their own
+    assert {member[:1] for member in ends} <= {b"r", b"l"}  # routers without a queue would mistake others for their own
     await line.serve(first)
     for key in pool_keys(POOL)[17:23]:
         kind = await store.client.type(key)

@@ -1,4 +1,4 @@
-"""Chunks of a connector that are larger than the engine's blocks, and stores whose removals nobody tells."""
+"""A connector's chunks that are larger than the engine's blocks, and stores whose removals are never reported."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ CPU, STORE = Tier.CPU_DRAM, Tier.OBJECT_STORE
 
 
 def chunk(name: int, parent: int | None, first: int, blocks: int = 4) -> EngineStored:
-    """A chunk of LMCache's, under a hash of its own."""
+    """An LMCache chunk, under its own hash."""
     tokens = list(range(100 + 2 * first, 100 + 2 * (first + blocks)))
     return EngineStored([name], parent, tokens, 2 * blocks, tier=CPU, offloaded=True)
 
 
 def tiers(one: Ledger) -> list[int]:
-    """How many blocks are announced in each tier."""
+    """Number of blocks announced in each tier."""
     found = [(tier, value) for _, tier, _, value in one.announced()]
     return [len({value for tier, value in found if tier is wanted}) for wanted in (Tier.HBM, CPU, STORE)]
 

@@ -1,4 +1,4 @@
-"""The form of what writers tell of a shared store."""
+"""The format of writers' notices about a shared store."""
 
 import msgpack
 import pytest

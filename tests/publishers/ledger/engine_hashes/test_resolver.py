@@ -1,4 +1,4 @@
-"""Which blocks an engine's hashes stand for: parents, namespaces, placeholders, block sizes."""
+"""The blocks that an engine's hashes stand for: parents, namespaces, placeholders, block sizes."""
 
 from kvatlas.blocks.hashing import extend_chain
 from kvatlas.blocks.tiers import Tier
@@ -117,7 +117,7 @@ def test_the_salt_is_an_extra_key_of_the_first_block_only() -> None:
     one = ledger()
     (event,) = fold(one, store([1, 2], salt="acme"))
     assert event.hashes == extend_chain(TOKENS[:4], 2, None, [["acme"]])
-    (more,) = fold(one, store([3], 2, 2))  # vLLM names the salt with the first block alone
+    (more,) = fold(one, store([3], 2, 2))  # vLLM names the salt only with the first block
     (again,) = fold(one, store([4], 3, 3, salt="acme"))  # SGLang with every event
     assert more.hashes + again.hashes == extend_chain(TOKENS[:8], 2, None, [["acme"]])[16:]
 
@@ -135,7 +135,7 @@ def test_extra_keys_are_hashed_with_the_salt_before_the_digest() -> None:
 
 
 def test_two_engine_hashes_of_one_block_are_one_residency() -> None:
-    """Engines hash what their events leave out (vLLM before 0.17: the salt)."""
+    """Engines hash keys that their events leave out (vLLM before 0.17: the salt)."""
     one = ledger()
     fold(one, store([1]))
     assert fold(one, store([77])) == []

@@ -38,7 +38,7 @@ class RadixEngine:
         return [EngineStored(names, parent, path[known:], 1, salt=salt, salt_inherited=False)]
 
     def evict(self) -> list[EngineEvent]:
-        """A leaf, and perhaps its ancestors without another child; in any order, as one event or several."""
+        """Evict a leaf, and perhaps its ancestors without another child, in any order, in one or several events."""
         leaves = [one for one in self.held if not self._children(one)]
         if not leaves:
             return []
@@ -80,7 +80,7 @@ def _true(held: Held) -> set[tuple[bytes, int]]:
 @settings(max_examples=80, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(5, 40))
 def test_nothing_is_claimed_in_a_scope_where_it_is_not_held(chance: random.Random, moves: int) -> None:
-    """Also if the sidecar began in the middle and knows no parents."""
+    """Even if the sidecar began in the middle and knows no parents."""
     engine, announcing = RadixEngine(chance), Ledger(SETTINGS)
     exact = True
     for _ in range(moves):

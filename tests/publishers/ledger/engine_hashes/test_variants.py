@@ -1,4 +1,4 @@
-"""Several engine hashes for one block: a child is found only behind the hash that it names as its parent."""
+"""Several engine hashes for one block: a child is found only after the hash that it names as its parent."""
 
 from kvatlas.events import Removed, Stored
 from kvatlas_publishers.engine_events import EngineRemoved
@@ -61,7 +61,7 @@ def test_hashes_of_forgotten_variants_are_forgotten() -> None:
 
 def test_a_child_told_before_its_parent_hangs_on_the_hash_that_it_waited_for() -> None:
     one = ledger()
-    fold(one, store([1, 22], None, 0), store([3], 2, 2))  # 2 is another hash of the block of 22, told last
+    fold(one, store([1, 22], None, 0), store([3], 2, 2))  # 2 is another hash of the block of 22, reported last
     fold(one, store([2], 1, 1))
     assert ("hbm", 3) in held(one)
     fold(one, EngineRemoved([2]))
@@ -88,7 +88,7 @@ def test_a_saved_ledger_knows_it_whatever_the_order_of_its_hashes() -> None:
 
 def test_what_hung_on_a_forgotten_hash_is_not_found_behind_another_hash_of_its_block() -> None:
     one = Ledger(ledger().settings, remembered_evictions=0)
-    fold(one, store([1, 2, 3]), EngineRemoved([2]), store([11]))  # 2 is forgotten, 3 is still held behind it
+    fold(one, store([1, 2, 3]), EngineRemoved([2]), store([11]))  # 2 is forgotten, 3 is still held after it
     fold(one, store([22], 11, 1))  # 22 is another hash of the block of 2
     assert held(one) == {("hbm", 1), ("hbm", 11), ("hbm", 22)}
     assert 3 not in one.lineage.known

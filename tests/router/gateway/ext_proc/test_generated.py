@@ -1,4 +1,4 @@
-"""ext_proc_pb2.py is what protoc makes of ext_proc.proto."""
+"""ext_proc_pb2.py is what protoc generates from ext_proc.proto."""
 
 from pathlib import Path
 

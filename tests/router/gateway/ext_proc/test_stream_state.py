@@ -1,4 +1,4 @@
-"""The order of a stream, for every way in which a gateway may send a request and its answer; no server."""
+"""The order of a stream, for every way in which a gateway may send a request and its answer, without a server."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ def new_state(response_mode: ResponseMode = ResponseMode.WHOLE, *, wants_body: b
 
 @dataclass
 class Passed:
-    """What a stream sent back, and what it asked."""
+    """What a stream sent back and asked."""
 
     replies: list[ProcessingResponse] = field(default_factory=list)
     asked: list[AskDestination] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Passed:
 
 
 def cut(parts: Sequence[bytes], *, trailers: bool, over_apart: bool) -> list[tuple[bytes, bool]]:
-    """A body's pieces; its end is in the last one, in an empty one of its own, or told by trailers."""
+    """A body's pieces; its end is in the last one, in a separate empty one, or shown by trailers."""
     pieces = [(part, False) for part in parts]
     if trailers:
         return pieces

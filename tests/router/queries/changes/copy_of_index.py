@@ -1,4 +1,4 @@
-"""A copy of the index, kept by the rules that a change says of itself."""
+"""A copy of the index, kept by the documented rules for changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Worker:
 
 @dataclass
 class CopyOfIndex:
-    """`position`: of the last change, to go on from."""
+    """`position`: the last change's, from which to continue."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     position: str = ""
@@ -67,7 +67,7 @@ class CopyOfIndex:
             worker.change(event)
 
     def contents(self) -> dict[str, set[Block]]:
-        """What each worker holds, those that hold nothing left out."""
+        """The blocks of each worker that holds any."""
         return {worker_id: worker.held for worker_id, worker in self.workers.items() if worker.held}
 
 

@@ -1,4 +1,4 @@
-"""Copies of the index that follow it beside a running indexer, through one replica of the index server and then another."""
+"""Copies of the index follow it next to a running indexer, through one replica of the index server and then another."""
 
 import json
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ AUTH = {"Authorization": "Bearer key-a"}
 
 
 async def of_acme(index: RedisIndex) -> dict[str, set[Block]]:
-    """What each worker holds of the tenant, by the index."""
+    """Each worker's blocks of the tenant, according to the index."""
     found: dict[str, set[Block]] = {}
     async for one in index.snapshot():
         if one.scope.tenant_id == "acme":
@@ -48,7 +48,7 @@ async def of_acme(index: RedisIndex) -> dict[str, set[Block]]:
 
 @asynccontextmanager
 async def following(client: httpx.AsyncClient, copy: CopyOfIndex) -> AsyncIterator[None]:
-    """The copy follows the server while the block runs."""
+    """Let the copy follow the server while the block runs."""
 
     async def follow() -> None:
         headers = {**AUTH, **({"Last-Event-ID": copy.position} if copy.position else {})}
@@ -123,7 +123,7 @@ async def test_a_copy_is_the_index_for_its_tenant_and_goes_on_at_another_replica
                 await hybrid.send(hybrid.mark(ACME, [KEYS[10]]))
                 await hybrid.send(hybrid.mark(ACME, [KEYS[66]], unmark=True))
                 await until(equals, what="changes")
-            await one.send(one.store(LORA, CHAIN[: 8 * 9]))  # nobody follows
+            await one.send(one.store(LORA, CHAIN[: 8 * 9]))  # there is no follower
             await other.start(other.incarnation + 1)
             await other.send(other.store(ACME, CHAIN[: 8 * 3]))
             async with following(second, copy):

@@ -1,4 +1,4 @@
-"""The generated modules are what protoc makes of the .proto files."""
+"""The generated modules are what protoc generates from the .proto files."""
 
 from pathlib import Path
 

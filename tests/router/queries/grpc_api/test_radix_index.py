@@ -1,4 +1,4 @@
-"""The streams of SGLang's model gateway (SMG) to its radix index, in the bytes that it sends."""
+"""The streams of SGLang's model gateway (SMG) to its radix index, as the bytes that it sends."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ CONTENT = [local_hash(TOKENS[at : at + BLOCK_SIZE]) for at in range(0, len(TOKEN
 
 
 def varint(number: int, value: int) -> bytes:
-    """One field of a message with a number."""
+    """A message's field with a number."""
     assert number < 16
     return bytes((number << 3,)) + _number(value)
 
 
 def nested(number: int, payload: bytes) -> bytes:
-    """One field of a message with text, a message or packed numbers."""
+    """A message's field with text, a message or packed numbers."""
     return bytes((number << 3 | 2,)) + _number(len(payload)) + payload
 
 
@@ -49,7 +49,7 @@ def query(id: int, space: bytes, hashes: Sequence[int] = CONTENT) -> bytes:
 
 
 async def ask(port: int | None, *queries: bytes, **metadata: str) -> dict[int, list[tuple[str, int]]]:
-    """(worker's address, blocks) by query, all of one stream."""
+    """(worker's address, blocks) by query, all over one stream."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         subscribe: grpc.aio.StreamStreamMultiCallable[bytes, Match] = channel.stream_stream(
             f"/{SERVICE}/Subscribe", request_serializer=None, response_deserializer=Match.FromString

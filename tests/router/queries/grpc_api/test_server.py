@@ -1,4 +1,4 @@
-"""gRPC: our own questions, and those of SGLang's gateway in the bytes that it sends."""
+"""gRPC: our own queries, and those of SGLang's gateway as the bytes that it sends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ LENGTH_DELIMITED = 2
 
 
 def field(number: int, payload: bytes) -> bytes:
-    """One field of a message, as the wire has it; short ones alone."""
+    """A message's field in wire format; only for short ones."""
     assert len(payload) < 128
     return bytes((number << 3 | LENGTH_DELIMITED, len(payload))) + payload
 
@@ -45,7 +45,7 @@ def as_numbers(hashes: Sequence[int]) -> bytes:
 
 
 async def match(port: int | None, request: bytes, **metadata: str) -> list[tuple[str, int]]:
-    """(worker's address, blocks), as SGLang's gateway gets them."""
+    """(worker's address, blocks) as SGLang's gateway gets them."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, MatchExternalKvPrefixResponse] = channel.unary_unary(
             f"/{SGLANG_SERVICE}/MatchExternalKvPrefix",
