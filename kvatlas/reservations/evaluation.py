@@ -1,18 +1,18 @@
-"""Evaluates offers: finds the cheapest of the offered workers by looking at every one of them.
+"""Evaluates offers: what each costs under load, and which is the cheapest. `search` decides which look-alikes need it.
 
-The Lua twin is `functions/_evaluation.lua`. It finds the same worker without looking at all look-alikes
-(`functions/_look_alikes.lua`). Both compute with the same operations in the same order, so their floats are equal.
+The Lua twin is `functions/_evaluation.lua`. Both compute with the same operations in the same order, so their floats are
+equal.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvatlas.cost.protocol import Load, Prices, mean_load
+from kvatlas.cost.protocol import Load, Prices
 from kvatlas.reservations.likeness import RING, place_on_ring
-from kvatlas.reservations.lookup import LookupChain
+from kvatlas.reservations.lookup import Lookup, LookupChain
 from kvatlas.reservations.pair_choice import choose_pair
 from kvatlas.reservations.protocol import (
     Ask,
@@ -24,6 +24,9 @@ from kvatlas.reservations.protocol import (
     OfferKind,
 )
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit, Limits, Over, level
+
+HeldTokens = Mapping[LookupChain, Mapping[str, int]]
+"""How many tokens of each chain of a lookup workers hold."""
 
 
 class WorkerLoad(NamedTuple):
@@ -52,8 +55,8 @@ class UsablePrediction(NamedTuple):
 class Candidates(NamedTuple):
     """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
 
-    `rings`: ties go to the lowest place (see `_row_members`); -1 for an offer that names its worker. `held_tokens`: what each
-    holds, if that is looked up.
+    `rings`: ties go to the lowest place: that among the workers that a lookup names, or the distance from the ask's place on
+    the ring; -1 for an offer that names its worker. `held_tokens`: what each holds, if that is looked up.
     """
 
     offers: Sequence[Offer]
@@ -65,49 +68,53 @@ class Candidates(NamedTuple):
     def of(
         cls,
         ask: Ask,
-        members: Mapping[str, tuple[bytes, Limit]],
-        depths: Mapping[LookupChain, Mapping[str, int]] = MappingProxyType({}),
+        rows: Mapping[str, int] = MappingProxyType({}),
+        limits: Mapping[str, Limit] = MappingProxyType({}),
+        held: HeldTokens = MappingProxyType({}),
     ) -> "Candidates":
-        """Expand an ask. `members`: the likeness and the limit of every possible look-alike. `depths`: how many blocks the
-        workers hold of each chain of its lookup. Raises LookAlikesUnknown."""
+        """The ask's offers, and those to the workers of `rows` (see `rows_of`), whose limits and held tokens are given."""
         offers, rings = list(ask.offers), [-1] * len(ask.offers)
-        limits = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
+        each = [UNKNOWN_LIMIT] * len(offers) if ask.limits is None else list(ask.limits.of_offers)
         held_tokens: list[int] = []
         has_room = ask.limits is None or ask.limits.look_alikes_have_room
-        for worker_id, row, ring in _row_members(ask, members):
+        places = None if ask.lookup is None else {id: place for place, id in enumerate(ask.lookup.named)}
+        for worker_id, row in rows.items():
             group = ask.look_alikes[row]
             if ask.lookup is None:
                 offers.append(group.offer._replace(worker_id=worker_id))
             else:
-                chain = ask.lookup.chains[row]
-                held_tokens.append(0 if chain is None else depths[chain].get(worker_id, 0) * chain.tokens)
+                held_tokens.append(held_by(ask.lookup, row, worker_id, held))
                 offers.append(offer_holding(ask, row, worker_id, held_tokens[-1]))
-            _, limit = members.get(worker_id, (b"", UNKNOWN_LIMIT))
-            slots, kv_tokens = (0, 0) if has_room else (limit.slots, limit.kv_tokens)
-            limits.append(Limit(slots, kv_tokens, group.decode_us))
-            rings.append(ring)
-        if not offers:
-            raise LookAlikesUnknown("no look-alikes for an ask")
-        return cls(offers, limits, rings, held_tokens)
+            slots, kv_tokens, _ = UNKNOWN_LIMIT if has_room else limits.get(worker_id, UNKNOWN_LIMIT)
+            each.append(Limit(slots, kv_tokens, group.decode_us))
+            rings.append(places[worker_id] if places else (place_on_ring(worker_id) - ask.ring) % RING)
+        return cls(offers, each, rings, held_tokens)
 
 
-def _row_members(ask: Ask, members: Mapping[str, tuple[bytes, Limit]]) -> Iterator[tuple[str, int, int]]:
-    """The workers that get the offer of a row of look-alikes, each with the number of that row and with its distance from the
-    ask's place on the ring, or its place among those that a lookup names. Raises LookAlikesUnknown."""
-    if ask.lookup is not None and ask.lookup.named:
-        for place, (worker_id, row) in enumerate(ask.lookup.named.items()):
-            yield worker_id, row, place
-        return
-    others = {*(offer.worker_id for offer in ask.offers), *ask.skipped}
-    likenesses = [each.likeness for each in ask.look_alikes]
-    found = {id: likeness for id, (likeness, _) in members.items() if likeness in likenesses}
-    if len(found) < ask.least_members:
-        raise LookAlikesUnknown(f"{len(found)} look-alikes for an ask; expected at least {ask.least_members}")
-    for worker_id, likeness in found.items():
-        if worker_id not in others:
-            lookup, first = ask.lookup, likenesses.index(likeness)
-            row = first if lookup is None else lookup.row_of(worker_id, likeness, likenesses)
-            yield worker_id, row, (place_on_ring(worker_id) - ask.ring) % RING
+def rows_of(ask: Ask, likenesses: Mapping[str, bytes]) -> dict[str, int]:
+    """The workers that get the offer of a row of look-alikes, each with the number of that row. `likenesses`: those of all
+    workers that are known. Raises LookAlikesUnknown."""
+    lookup = ask.lookup
+    if lookup is not None and lookup.named:
+        return dict(lookup.named)
+    first: dict[bytes, int] = {}
+    for number, each in enumerate(ask.look_alikes):
+        first.setdefault(each.likeness, number)
+    rows = {id: first[likeness] for id, likeness in likenesses.items() if likeness in first}
+    if len(rows) < ask.least_members:
+        raise LookAlikesUnknown(f"{len(rows)} look-alikes for an ask; expected at least {ask.least_members}")
+    for id, row in ({} if lookup is None else lookup.odd).items():
+        if id in rows and likenesses[id] == ask.look_alikes[row].likeness:
+            rows[id] = row
+    for id in (*(offer.worker_id for offer in ask.offers), *ask.skipped):
+        rows.pop(id, None)
+    return rows
+
+
+def held_by(lookup: Lookup, row: int, worker_id: str, held: HeldTokens) -> int:
+    """The tokens that a worker of a row holds."""
+    chain = lookup.chains[row]
+    return 0 if chain is None else held[chain].get(worker_id, 0)
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
@@ -130,38 +137,73 @@ def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
 
 
-def evaluate(
-    ask: Ask, candidates: Candidates, loads: Mapping[str, WorkerLoad], matches: Sequence[PrefixMatch], now_us: int
-) -> Evaluation:
-    """Choose the cheapest candidate, or pair, as if no source were busy. `loads` has every candidate."""
-    offers = candidates.offers
-    mean = mean_load([load for offer in offers if (load := loads[offer.worker_id].reported) is not None])
-    kinds = {offer.worker_id: offer.kind for offer in offers}
-    best: dict[str, UsablePrediction] = {}
-    for one in matches:
-        kind = kinds[one.worker_id]
-        assert kind.chain is not None
-        tokens = usable_tokens(kind, one.steps * ask.chains[kind.chain].step_tokens)
-        known = best.get(one.worker_id)
-        if known is None or (-tokens, one.ready_us) < (-known.tokens, known.ready_us):
-            best[one.worker_id] = UsablePrediction(tokens, one.ready_us)
-    in_flight = max((found.tokens for found in best.values() if found.ready_us > now_us), default=0)
+class Predictions(NamedTuple):
+    """What offered workers are predicted to hold of a prompt: the best prediction for each, and the most tokens that one of
+    them is computing now."""
 
-    scores: list[tuple[int, float]] = []
-    by_offer: list[OfferEvaluation] = []
-    filters = ask.limits is not None and ask.limits.slo_filters
-    for offer, limit in zip(offers, candidates.limits, strict=True):
-        worker, prediction = loads[offer.worker_id], best.get(offer.worker_id)
-        score, found = evaluate_offer(ask, offer, limit, worker, mean, prediction, in_flight, now_us)
-        scores.append((level(found.over, slo_filters=filters), score))
-        by_offer.append(found)
-    if ask.pair_layout is not None:
-        prefill, chosen = choose_pair(ask.pair_layout, scores)
-    else:
-        prefill, chosen = None, min(range(len(scores)), key=lambda i: (scores[i], candidates.rings[i]))
-    source = next_source(offers[chosen if prefill is None else prefill].fetching, {}, now_us)
-    looked_up = [] if ask.lookup is None else [offer.worker_id for offer in offers]
-    return Evaluation(chosen, offers, by_offer, prefill, candidates.held_tokens, looked_up, source)
+    best: Mapping[str, UsablePrediction] = MappingProxyType({})
+    in_flight: int = 0
+
+    @classmethod
+    def of(
+        cls, ask: Ask, kind_of: Callable[[str], OfferKind | None], matches: Sequence[PrefixMatch], now_us: int
+    ) -> "Predictions":
+        """The best of `matches`, all of which are about offered workers with a chain. `kind_of`: the kind of a worker's
+        offer."""
+        best: dict[str, UsablePrediction] = {}
+        for one in matches:
+            kind = kind_of(one.worker_id)
+            assert kind is not None and kind.chain is not None
+            tokens = usable_tokens(kind, one.steps * ask.chains[kind.chain].step_tokens)
+            known = best.get(one.worker_id)
+            if known is None or (-tokens, one.ready_us) < (-known.tokens, known.ready_us):
+                best[one.worker_id] = UsablePrediction(tokens, one.ready_us)
+        return cls(best, max((found.tokens for found in best.values() if found.ready_us > now_us), default=0))
+
+
+NOTHING_PREDICTED = Predictions()
+
+
+class Weighed(NamedTuple):
+    """Candidates with the level and the score of each, in the same order; the lowest is the cheapest."""
+
+    ask: Ask
+    candidates: Candidates
+    scores: Sequence[tuple[int, float]]
+    by_offer: Sequence[OfferEvaluation]
+
+    @classmethod
+    def of(
+        cls,
+        ask: Ask,
+        candidates: Candidates,
+        load_of: Callable[[str], WorkerLoad],
+        predictions: Predictions,
+        mean: Load,
+        now_us: int,
+    ) -> "Weighed":
+        """`mean` stands in for unknown loads."""
+        scores: list[tuple[int, float]] = []
+        by_offer: list[OfferEvaluation] = []
+        filters = ask.limits is not None and ask.limits.slo_filters
+        best, in_flight = predictions
+        for offer, limit in zip(candidates.offers, candidates.limits, strict=True):
+            id = offer.worker_id
+            score, found = evaluate_offer(ask, offer, limit, load_of(id), mean, best.get(id), in_flight, now_us)
+            scores.append((level(found.over, slo_filters=filters), score))
+            by_offer.append(found)
+        return cls(ask, candidates, scores, by_offer)
+
+    def choose(self) -> Evaluation:
+        """The cheapest candidate, or pair; no source is busy."""
+        ask, (offers, _, rings, held_tokens) = self.ask, self.candidates
+        if ask.pair_layout is not None:
+            prefill, chosen = choose_pair(ask.pair_layout, self.scores)
+        else:
+            prefill, chosen = None, min(range(len(offers)), key=lambda i: (self.scores[i], rings[i]))
+        source = next_source(offers[chosen if prefill is None else prefill].fetching, {}, 0)
+        looked_up = [] if ask.lookup is None else [offer.worker_id for offer in offers]
+        return Evaluation(chosen, offers, self.by_offer, prefill, held_tokens, looked_up, source)
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:

@@ -104,10 +104,3 @@ class Lookup:
     def distinct_chains(self) -> Sequence[LookupChain]:
         """Each chain once."""
         return list({id(chain): chain for chain in self.chains if chain is not None}.values())
-
-    def row_of(self, worker_id: str, likeness: bytes, likenesses: Sequence[bytes]) -> int:
-        """The number of a worker's row. `likenesses`: those of all rows, which include that of any worker that is not named."""
-        if (row := self.named.get(worker_id)) is not None:
-            return row
-        odd = self.odd.get(worker_id)
-        return odd if odd is not None and likenesses[odd] == likeness else likenesses.index(likeness)

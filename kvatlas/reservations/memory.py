@@ -8,36 +8,41 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvatlas.blocks.hashing import HASH_BYTES
-from kvatlas.blocks.residency import WorkerRuns
 from kvatlas.blocks.tiers import Tier
 from kvatlas.cost.regression import Evidence
-from kvatlas.reservations.evaluation import Candidates, PrefixMatch, WorkerLoad, evaluate, next_source, ready_us
+from kvatlas.reservations.evaluation import HeldTokens, PrefixMatch, next_source, ready_us
 from kvatlas.reservations.lookup import LookupChain, NotInHbm
 from kvatlas.reservations.memory_pool import BookedRequest, MemoryPool, PoolWorker, PredictedPrefix
 from kvatlas.reservations.protocol import (
     ARRIVAL_US,
-    STALE_US,
     Ask,
     Booking,
     BookingEnd,
     Evaluation,
     Offer,
     Outcome,
-    StepChain,
     WorkerReport,
 )
 from kvatlas.reservations.room_and_slo import NO_ROOM
+from kvatlas.reservations.search import Search
 from kvatlas.reservations.waiting_request import MustWait, Turns, WaitingRequest, WaitReason
 
 if TYPE_CHECKING:
     from kvatlas.index.protocol import ResidencyIndex
 
-HeldBlocks = Mapping[LookupChain, Mapping[str, WorkerRuns]]
-"""What workers hold of each chain of a lookup."""
-NOTHING_LOOKED_UP: HeldBlocks = MappingProxyType({})
+
+class Held(NamedTuple):
+    """For each chain of a lookup: how many of its tokens workers hold, and which of them hold some of these only in tiers other
+    than HBM."""
+
+    tokens: HeldTokens
+    elsewhere: Mapping[LookupChain, Collection[str]]
+
+
+NOTHING_LOOKED_UP = Held(MappingProxyType({}), MappingProxyType({}))
 
 CALLED_OFF_US = 30_000_000
 CLOCK_SLACK_US = 1_000_000
@@ -47,6 +52,7 @@ class MemoryReservations:
     """See `Reservations`. `clock_us` returns microseconds. `index`: read by asks with a lookup."""
 
     fed_by_indexer = False
+    search: ClassVar[type[Search]] = Search
 
     def __init__(
         self, clock_us: Callable[[], int] = lambda: time.time_ns() // 1_000, index: "ResidencyIndex | None" = None
@@ -106,11 +112,7 @@ class MemoryReservations:
         self.report_now(pool_id, reports)
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        pool = self._pool(pool_id)
-        self._drop_worker(pool, worker_id, self._clock_us())
-        pool.workers.pop(worker_id, None)
-        pool.rates.pop(worker_id, None)
-        pool.busy_until_us.pop(worker_id, None)
+        self._forget(pool_id, worker_id)
 
     async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
         pool = self._pool(pool_id)
@@ -124,11 +126,11 @@ class MemoryReservations:
 
     # ------------------------------------------------------------ the same calls without waiting
 
-    def evaluate_now(self, pool_id: str, ask: Ask, held: HeldBlocks = NOTHING_LOOKED_UP) -> Evaluation:
+    def evaluate_now(self, pool_id: str, ask: Ask, held: Held = NOTHING_LOOKED_UP) -> Evaluation:
         """`evaluate`, without waiting."""
         return self._evaluate(self._pool(pool_id), ask, self._clock_us(), held)[0]
 
-    def book_now(self, pool_id: str, booking: Booking, held: HeldBlocks = NOTHING_LOOKED_UP) -> Evaluation | None:
+    def book_now(self, pool_id: str, booking: Booking, held: Held = NOTHING_LOOKED_UP) -> Evaluation | None:
         """`book`, without waiting."""
         pool, now = self._purge(pool_id)
         pool.routers[booking.router_id] = now + booking.lease_us
@@ -199,53 +201,60 @@ class MemoryReservations:
                 if sample.covers:
                     worker.reported = pool.cover(worker, worker.sampled_us - ARRIVAL_US, sample)
 
+    def forget_others(self, pool_id: str, worker_ids: Collection[str]) -> None:
+        """`forget` every worker but these."""
+        for worker_id in [id for id in self._pool(pool_id).workers if id not in worker_ids]:
+            self._forget(pool_id, worker_id)
+
+    def knows_a_load(self, pool_id: str, worker_ids: Collection[str]) -> bool:
+        """True if the reported load of one of these workers is known, and not too old."""
+        workers, now = self._pool(pool_id).workers, self._clock_us()
+        return any((worker := workers.get(id)) is not None and worker.load_at(now) is not None for id in worker_ids)
+
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
         """Number of steps that a worker is predicted to hold."""
         return self._pool(pool_id).predicted_steps(worker_id)
 
     # ------------------------------------------------------------ pieces
 
-    async def _look_up(self, ask: Ask) -> HeldBlocks:
-        """What each worker holds of the chains of an ask's lookup: runs of blocks in the same tiers."""
+    def _forget(self, pool_id: str, worker_id: str) -> None:
+        pool = self._pool(pool_id)
+        self._drop_worker(pool, worker_id, self._clock_us())
+        pool.workers.pop(worker_id, None)
+        pool.rates.pop(worker_id, None)
+        pool.busy_until_us.pop(worker_id, None)
+
+    async def _look_up(self, ask: Ask) -> Held:
+        """What each worker holds of the chains of an ask's lookup."""
         if ask.lookup is None:
             return NOTHING_LOOKED_UP
         assert self._index is not None
-        scope, chains = ask.lookup.scope, ask.lookup.distinct_chains
-        return {chain: (await self._index.overlap(scope, chain.hashes)).runs_by_worker() for chain in chains}
+        tokens: dict[LookupChain, Mapping[str, int]] = {}
+        elsewhere: dict[LookupChain, Collection[str]] = {}
+        for chain in ask.lookup.distinct_chains:
+            runs = (await self._index.overlap(ask.lookup.scope, chain.hashes)).runs_by_worker()
+            tokens[chain] = {id: sum(length for length, _ in of) * chain.tokens for id, of in runs.items()}
+            elsewhere[chain] = {id for id, of in runs.items() if not all(flags & Tier.HBM.flag for _, flags in of)}
+        return Held(tokens, elsewhere)
 
-    def _evaluate(self, pool: MemoryPool, ask: Ask, now: int, held: HeldBlocks) -> tuple[Evaluation, dict[bytes, int]]:
-        """The evaluation, and, for each prediction that shares a prefix with the prompt, the number of steps held with it."""
-        members = (
-            {id: (worker.likeness, worker.limit) for id, worker in pool.workers.items()} if ask.look_alikes else {}
-        )
-        depths = {chain: {id: sum(n for n, _ in runs) for id, runs in of.items()} for chain, of in held.items()}
-        candidates = Candidates.of(ask, members, depths)
-        loads: dict[str, WorkerLoad] = {}
-        for offer in candidates.offers:
-            worker = pool.workers.get(offer.worker_id) or PoolWorker()
-            known = now - worker.sampled_us < STALE_US
-            loads[offer.worker_id] = WorkerLoad(worker.reported if known else None, worker.load_booked)
-        chains: dict[str, StepChain] = {
-            o.worker_id: ask.chains[o.kind.chain] for o in candidates.offers if o.kind.chain is not None
-        }
+    def _evaluate(self, pool: MemoryPool, ask: Ask, now: int, held: Held) -> tuple[Evaluation, dict[bytes, int]]:
+        """The evaluation, and for each prediction that shares a prefix with the prompt the steps held with it."""
+        search = self.search(ask, pool.workers, held.tokens, now)
         matches: dict[bytes, int] = {}
-        for chain in {id(chain): chain for chain in chains.values()}.values():
+        for number, chain in enumerate(ask.chains):
             for other in pool.predictions_along(chain.hashes):
                 prediction = pool.predictions[other]
-                if chains.get(prediction.worker_id) is chain and prediction.ends_us > now:
+                if search.chain_of(prediction.worker_id) == number and prediction.ends_us > now:
                     common = _common_steps(chain.hashes[prediction.first * HASH_BYTES :], prediction.hashes)
                     matches[other] = prediction.first + common
         predicted = [
             PrefixMatch(pool.predictions[other].worker_id, steps, pool.predictions[other].ready_us)
             for other, steps in matches.items()
         ]
-        found = evaluate(ask, candidates, loads, predicted, now)
+        found = search.choose(predicted)
         if ask.lookup is not None:
-            likeness = pool.workers.get(found.worker_id, PoolWorker()).likeness
-            row = ask.lookup.row_of(found.worker_id, likeness, [each.likeness for each in ask.look_alikes])
-            looked_up = ask.lookup.chains[row]
-            runs = () if looked_up is None else held[looked_up].get(found.worker_id, ())
-            if not all(flags & Tier.HBM.flag for _, flags in runs):
+            looked_up = ask.lookup.chains[search.rows[found.worker_id]]
+            if looked_up is not None and found.worker_id in held.elsewhere[looked_up]:
                 raise NotInHbm(f"worker {found.worker_id} holds blocks in other tiers")
         source = next_source(found.offers[found.computing].fetching, pool.busy_until_us, now)
         return replace(found, source=source), matches

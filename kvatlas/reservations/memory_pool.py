@@ -11,7 +11,7 @@ from kvatlas.cost.protocol import Load
 from kvatlas.cost.regression import Evidence
 from kvatlas.reservations.due_heap import Deadlines
 from kvatlas.reservations.pool_queue import PoolQueue
-from kvatlas.reservations.protocol import LoadReport
+from kvatlas.reservations.protocol import STALE_US, LoadReport
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 
@@ -62,6 +62,10 @@ class PoolWorker:
     running: int = 0
     queued_tokens: int = 0
     kv_tokens: int = 0
+
+    def load_at(self, now_us: int) -> Load | None:
+        """The reported load; None if it is unknown or too old."""
+        return self.reported if now_us - self.sampled_us < STALE_US else None
 
     @property
     def load_booked(self) -> Load:

@@ -143,7 +143,8 @@ def unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
         raise LookAlikesUnknown(f"the store has fewer than {ask.least_members} look-alikes for an ask")
     prefill, now_us, mean, in_flight, predictions, records, members, source = rest
     queued, running, waiting, kv_tokens = mean or (0, 0, 0, 0)
-    best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in predictions}
+    each = zip(predictions[::3], predictions[1::3], predictions[2::3], strict=True)
+    best = {worker_id.decode(): UsablePrediction(tokens, ready_us) for worker_id, tokens, ready_us in each}
     mean_load = Load(running, queued, waiting, kv_tokens)
     names, rows, member_records, depths = (members[at::4] for at in range(4))
     offers, groups, held_tokens = ask.offers, [ask.look_alikes[row - 1] for row in rows], []

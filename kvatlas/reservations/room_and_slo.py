@@ -74,10 +74,14 @@ class Limits:
     look_alikes_have_room: bool = False
 
 
+FULL = 2
+"""The level of a worker without room."""
+
+
 def level(over: int, *, slo_filters: bool) -> int:
     """0: exceeds nothing that counts; 1: chosen only if no 0 is left; 2: chosen only if no 1 is left."""
     if not over:
         return 0
     if over & NO_ROOM:
-        return 2
+        return FULL
     return 1 if slo_filters and over & MISSES_SLO else 0

@@ -1,10 +1,12 @@
 """Turns quotes into the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Lookup, Offer, OfferKind, StepChain
 from kvatlas.reservations.protocol import MOST_STEPS
+from kvatlas.reservations.room_and_slo import Limit
 from router_client.pricing.candidates import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.slo import build_limits, decode_us
@@ -78,6 +80,12 @@ def build_ask(
         ring,
         lookup,
     )
+
+
+def ask_for_one(ask: Ask, offer: Offer, limit: Limit) -> Ask:
+    """The ask with this offer only."""
+    limits = None if ask.limits is None else replace(ask.limits, of_offers=[limit])
+    return Ask([offer], ask.chains, ask.again_factor, limits)
 
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:

@@ -7,7 +7,7 @@ from secrets import token_bytes
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
-from kvatlas.cost.protocol import Load
+from kvatlas.cost.protocol import Load, mean_load
 from kvatlas.errors import Unreachable
 from kvatlas.reservations import (
     Ask,
@@ -24,7 +24,8 @@ from kvatlas.reservations import (
     WaitingRequest,
     WorkerReport,
 )
-from kvatlas.reservations.evaluation import Candidates, WorkerLoad, evaluate
+from kvatlas.reservations.evaluation import NOTHING_PREDICTED, Candidates, Weighed, WorkerLoad
+from kvatlas.reservations.memory import NOTHING_LOOKED_UP, Held
 from kvatlas.reservations.pool_queue import LEASE_US
 from kvatlas.reservations.protocol import ID_BYTES
 from kvatlas.reservations.waiting_request import Place, WaitReason
@@ -159,10 +160,16 @@ class Booker:
 
     # ------------------------------------------------------------ alone
 
-    def look_alone(self, pool_id: str, ask: Ask) -> Evaluation:
-        """Evaluate from the last-read loads and this router's own bookings."""
+    def look_alone(self, pool_id: str, ask: Ask, held: Held = NOTHING_LOOKED_UP) -> Evaluation:
+        """Evaluate by the last-read loads and this router's own bookings. `held`: for an ask with a lookup, which may raise
+        NotInHbm."""
         self._report_to_own(pool_id)
-        return self._own.evaluate_now(pool_id, ask)
+        return self._own.evaluate_now(pool_id, ask, held)
+
+    def knows_a_load(self, pool_id: str, worker_ids: Collection[str]) -> bool:
+        """True if the load of one of these workers is known."""
+        self._report_to_own(pool_id)
+        return self._own.knows_a_load(pool_id, worker_ids)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
         """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the queue
@@ -264,6 +271,7 @@ class Booker:
     def _report_to_own(self, pool_id: str) -> None:
         if reports := self._new_reports(pool_id, self._own):
             self._own.report_now(pool_id, reports)
+            self._own.forget_others(pool_id, reports)
 
     async def _report_workers(self, pool_id: str) -> None:
         """Report the last-read pool, unless an indexer reports to these reservations."""
@@ -283,5 +291,6 @@ class Booker:
 
 def evaluate_without_bookings(ask: Ask, pool: Pool, quotes: Sequence[Quote]) -> Evaluation:
     """Evaluate by reported load alone; `quotes` belong to the ask's offers, workers of the pool."""
-    busy = {quote.id: WorkerLoad(pool.loads[quote.id], Load()) for quote in quotes}
-    return evaluate(ask, Candidates.of(ask, {}), busy, (), 0)
+    loads = {quote.id: WorkerLoad(pool.loads[quote.id], Load()) for quote in quotes}
+    mean = mean_load([load.reported for load in loads.values() if load.reported is not None])
+    return Weighed.of(ask, Candidates.of(ask), loads.__getitem__, NOTHING_PREDICTED, mean, 0).choose()

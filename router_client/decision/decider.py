@@ -21,9 +21,11 @@ from kvatlas.reservations import (
     Turns,
     WaitingRequest,
 )
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT
 from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
 from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
+from router_client.booking.ask import ask_for_one
 from router_client.booking.booker import Booker, evaluate_without_bookings
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -148,35 +150,34 @@ class Decider:
             waits = case is None
         if case is None:
             case = await self._look_up(prompt, pool, why, deadline, counts=not avoid)
-        if waits and not (names_all or explain_all):
+        if not case.pool.candidates:
+            raise await self._no_workers(prompt, case.pool.left_out, deadline)
+        names_all = names_all or explain_all
+        failure = "reservations: no recent answer" if not behind or trying else ""
+        if waits and not names_all:
             choice, failure = await self._choose_among_look_alikes(case, deadline, book=book)
             if choice is not None:
                 return choice
-            if failure:
-                case, waits = replace(case, why=case.why or failure), False
-        quotes = self._policy.quote(case)
-        if not quotes:
-            raise await self._no_workers(prompt, case.pool.left_out, deadline)
+            waits = not failure
         if (followed := self._policy.choose_followed(prompt, case.pool)) is not None:
             case = replace(case, followed=followed, prompt=_waiting_for(case.prompt, case.pool, {followed}))
-        listed = shortlist(quotes, case.followed)
-        ask = self._policy.ask(case, listed)
-        if not self._settings.booking.reservations:
-            evaluation = evaluate_without_bookings(ask, case.pool, listed)
-            if book:
-                self._booker.wait_without_room(case.prompt, _choosing(evaluation, case.followed))
-            listed = with_source(listed, evaluation.worker_id, evaluation.source)
-            return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
-        failure = "reservations: no recent answer" if not behind or trying else ""
-        if waits:
+        if waits or not self._settings.booking.reservations:
+            quotes = self._policy.quote(case)
+            listed = shortlist(quotes, case.followed)
+            ask = self._policy.ask(case, listed)
+            if not self._settings.booking.reservations:
+                evaluation = evaluate_without_bookings(ask, case.pool, listed)
+                if book:
+                    self._booker.wait_without_room(case.prompt, _choosing(evaluation, case.followed))
+                listed = with_source(listed, evaluation.worker_id, evaluation.source)
+                return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)
             if choice is not None:
                 return choice
-        if listed is not quotes:
-            ask = self._policy.ask(case, quotes)
         case = replace(case, why=case.why or failure)
-        return self._choose_alone(case, quotes, ask, book=book, behind=behind)
+        choice = None if names_all else self._choose_among_few_alone(case, book=book, behind=behind)
+        return choice or self._choose_alone(case, book=book, behind=behind)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
@@ -377,19 +378,52 @@ class Decider:
         matched = with_source(matched, evaluation.worker_id, evaluation.source)
         return self._choose(case, matched, by_offer, chosen, *reservations)
 
-    def _choose_alone(self, case: Case, quotes: Sequence[Quote], ask: Ask, *, book: bool, behind: bool) -> Choice:
+    def _choose_alone(self, case: Case, *, book: bool, behind: bool) -> Choice:
         """Choose with this router's own knowledge: the last-read loads and its own bookings. `behind`: report the choice to
         the store afterwards."""
-        pool_id = case.prompt.scope.pool_id
-        evaluation = self._booker.look_alone(pool_id, ask)
+        quotes: Sequence[Quote] = self._policy.quote(case)
+        ask = self._policy.ask(case, quotes)
+        evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
         if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
             case = replace(case, basis=Basis.PREFIX_HASH)
-            evaluation = replace(evaluation, chosen=self._policy.choose_by_prefix(case, quotes))
+            ids = [quote.id for quote in quotes]
+            evaluation = replace(evaluation, chosen=ids.index(self._policy.choose_by_prefix(case, ids)))
         only = _narrow_ask(ask, evaluation.worker_id if case.followed is None else case.followed)
-        reserve = self._booker.book_behind if behind else self._booker.book_alone
-        booked, reservations = reserve(case.prompt, only) if book else (self._booker.look_alone(pool_id, only), ())
+        booked, reservations = self._book_alone(case.prompt, only, book=book, behind=behind)
         quotes = with_source(quotes, booked.worker_id, booked.source)
         return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
+
+    def _choose_among_few_alone(self, case: Case, *, book: bool, behind: bool) -> Choice | None:
+        """`_choose_alone` without a quote for every candidate; None if that is not possible."""
+        prompt, pool = case.prompt, case.pool
+        quotes = self._policy.quote_lookup(prompt, pool, known=case.lookup)
+        if quotes is None:
+            return None
+        pool_id, by_prefix = prompt.scope.pool_id, None
+        if case.basis is not Basis.COST and not self._booker.knows_a_load(pool_id, pool.candidate_of):
+            case = replace(case, basis=Basis.PREFIX_HASH)
+            by_prefix = self._policy.choose_by_prefix(case, pool.candidate_of)
+            quotes = quotes.including(by_prefix)
+        ask = self._policy.ask_lookup(prompt, quotes)
+        try:
+            evaluation = self._booker.look_alone(pool_id, ask, quotes.held_in(case.lookup))
+        except (LookAlikesUnknown, LookupImpossible):
+            return None
+        if by_prefix is not None:
+            evaluation = replace(evaluation, chosen=evaluation.worker_ids.index(by_prefix))
+        only = ask_for_one(ask, evaluation.offers[evaluation.chosen], quotes.limit_of(evaluation.worker_id, ask))
+        _, reservations = self._book_alone(prompt, only, book=book, behind=behind)
+        matched, by_offer, chosen = quotes.match(evaluation)
+        assert chosen is not None  # it was reported from these records
+        return self._choose(case, matched, by_offer, chosen, *reservations)
+
+    def _book_alone(
+        self, prompt: Prompt, only: Ask, *, book: bool, behind: bool
+    ) -> tuple[Evaluation, tuple[Reservation, ...]]:
+        """Book the only worker of an ask, if `book`. `behind`: report it to the store afterwards."""
+        if not book:
+            return self._booker.look_alone(prompt.scope.pool_id, only), ()
+        return (self._booker.book_behind if behind else self._booker.book_alone)(prompt, only)
 
     def _rank(
         self,
@@ -445,6 +479,5 @@ def _choosing(evaluation: Evaluation, followed: str | None) -> Evaluation:
 
 
 def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    kept = [number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id]
-    limits = ask.limits and replace(ask.limits, of_offers=[ask.limits.of_offers[number] for number in kept])
-    return replace(ask, offers=[ask.offers[number] for number in kept], limits=limits)
+    number = next(number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id)
+    return ask_for_one(ask, ask.offers[number], UNKNOWN_LIMIT if ask.limits is None else ask.limits.of_offers[number])

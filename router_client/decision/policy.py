@@ -4,8 +4,9 @@ against.
 Pure, and the same on every router with the same settings; only a followed policy may have state.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvatlas.reservations import Ask, Lookup
 from router_client.booking.ask import build_ask
@@ -13,6 +14,7 @@ from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
 from router_client.pricing.look_alikes import LookAlikeQuotes, least_members, quote_look_alikes
 from router_client.pricing.lookups import LookupQuotes, quote_lookup
+from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quote_desk import quote_candidates
@@ -73,14 +75,16 @@ class RoutingPolicy:
             look_alikes=dict(zip(quotes.look_alikes, away, strict=True)),
         )
 
-    def quote_lookup(self, prompt: Prompt, pool: Pool, *, explain_all: bool) -> LookupQuotes | None:
-        """Quotes for a choice in which the store itself looks up what each worker holds; None if that is not possible.
-        `explain_all`: the choice must read every candidate."""
+    def quote_lookup(
+        self, prompt: Prompt, pool: Pool, *, explain_all: bool = False, known: PromptLookup | None = None
+    ) -> LookupQuotes | None:
+        """Quotes for a choice that reads only few workers, and looks up what these hold; None if that is not possible.
+        `explain_all`: the choice must read every candidate. `known`: the lookup, if it was made before."""
         home, session_us = self._session_worker(prompt, pool), self._settings.session_us
-        return quote_lookup(prompt, pool, self._seed, home=home, session_us=session_us, explain_all=explain_all)
+        return quote_lookup(prompt, pool, self._seed, known, home=home, session_us=session_us, explain_all=explain_all)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
-        """Build an ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
+        """Build an ask with a lookup: its answer is the cheapest worker, by what each holds and its load."""
         return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
@@ -158,13 +162,12 @@ class RoutingPolicy:
             return None
         return session_worker(prompt.session_id, sorted(pool.candidate_of))
 
-    def choose_by_prefix(self, case: Case, quotes: Sequence[Quote]) -> int:
-        """The number of the quote chosen by a hash of the prompt's start, so that prompts with equal starts share a
-        cache."""
+    def choose_by_prefix(self, case: Case, worker_ids: Iterable[str]) -> str:
+        """The worker chosen by a hash of the prompt's start, so that prompts with equal starts share a cache."""
         lookup = case.lookup
         size = min(lookup.chains, default=0)
         prefix = lookup.chains[size].prefix_hash(max(1, PREFIX_TOKENS // size)) if size else lookup.fingerprint
-        return max(range(len(quotes)), key=lambda i: rendezvous_weight(prefix + self._seed, quotes[i].id))
+        return max(worker_ids, key=partial(rendezvous_weight, prefix + self._seed))
 
     def _add_surcharges(self, prompt: Prompt, quotes: list[Quote], fingerprint: bytes) -> list[Quote]:
         settings = self._settings

@@ -1,7 +1,7 @@
-"""Quotes for a choice whose booking call itself looks up workers' blocks: a cold quote for each kind of worker.
+"""Quotes for a choice that itself looks up workers' blocks: a cold quote for each kind of worker.
 
-The store lowers a cold quote by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor
-for a quote for every worker, whatever the workers hold and however fast they are.
+A cold quote is lowered by what a worker holds (`kvatlas.reservations.lookup`). So a choice waits neither for a lookup nor for a
+quote for every worker, whatever the workers hold and however fast they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,11 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import thin
 from kvatlas.blocks.tiers import Tier
 from kvatlas.dataclass import dataclass
-from kvatlas.reservations import Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
+from kvatlas.reservations import Ask, Evaluation, Lookup, LookupChain, OfferEvaluation, Reuse
 from kvatlas.reservations.lookup import MOST_LOOKED_UP, MOST_LOOKED_UP_CHAINS, MOST_ODD_BYTES
+from kvatlas.reservations.memory import Held
 from kvatlas.reservations.protocol import MOST_LIKENESSES
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 from router_client.pricing.candidates import BlockShape, Candidate
 from router_client.pricing.look_alikes import LEAST_CANDIDATES, keep_offers
 from router_client.pricing.overlap import NOTHING_HELD, HeldPrefix, PromptLookup, Run, chain_for
@@ -60,6 +62,31 @@ class LookupQuotes:
                 members.append((candidate, evaluation.held_tokens[number]))
         return MemberQuotes(self, members), *keep_offers(evaluation, kept)
 
+    def including(self, worker_id: str) -> "LookupQuotes":
+        """The quotes if the lookup names this worker, otherwise the quote for this worker alone."""
+        if worker_id in self.lookup.named:
+            return self
+        candidate = self.pool.candidate_of[worker_id]
+        return replace(self, lookup=replace(self.lookup, named={worker_id: self._row_of(candidate)}))
+
+    def held_in(self, lookup: PromptLookup) -> Held:
+        """What workers hold of the prompt's chains. A worker is compared with only one of these."""
+        tokens = {id: prefix.tokens for id, prefix in lookup.held.items()}
+        elsewhere = {id for id, prefix in lookup.held.items() if not prefix.in_hbm}
+        chains = self.lookup.distinct_chains
+        return Held(dict.fromkeys(chains, tokens), dict.fromkeys(chains, elsewhere))
+
+    def limit_of(self, worker_id: str, ask: Ask) -> Limit:
+        """The limit of a worker, which the ask offers to its row."""
+        if ask.limits is None:
+            return UNKNOWN_LIMIT
+        candidate = self.pool.candidate_of[worker_id]
+        slots, kv_tokens, _ = UNKNOWN_LIMIT if ask.limits.look_alikes_have_room else candidate.limit
+        return Limit(slots, kv_tokens, ask.look_alikes[self._row_of(candidate)].decode_us)
+
+    def _row_of(self, candidate: Candidate) -> int:
+        return self.pool.kind_rows.numbers[candidate.likeness, candidate.kind]
+
     def quote(self, candidate: Candidate, held_tokens: int) -> Quote:
         """A worker's quote, surcharges included."""
         for_kind = self.kinds[candidate.kind]
@@ -97,16 +124,17 @@ def quote_lookup(
     prompt: Prompt,
     pool: Pool,
     seed: bytes,
+    known: PromptLookup | None = None,
     *,
     home: str | None = None,
     session_us: float = 0.0,
     explain_all: bool = False,
 ) -> LookupQuotes | None:
-    """The quotes; None if the choice needs a lookup of its own first (`why_not_looked_up`). `home`: the worker of the prompt's
-    session; all others cost `session_us` more."""
+    """The quotes; None if every worker has to be priced apart (`why_not_looked_up`). `known`: a lookup whose chains are used.
+    `home`: the worker of the prompt's session; all others cost `session_us` more."""
     if why_not_looked_up(prompt, pool, explain_all=explain_all):
         return None
-    empty = PromptLookup.empty(prompt, pool.block_shapes)
+    empty = PromptLookup.empty(prompt, pool.block_shapes) if known is None else replace(known, held={})
     fingerprint = empty.fingerprint + seed
     looked_up: dict[BlockShape, LookupChain] = {}
     kinds = _quote_kinds(prompt, pool)

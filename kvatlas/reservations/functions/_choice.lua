@@ -24,13 +24,32 @@ local function find_source(state)
   end
 end
 
+-- Returns the predictions for the workers that the answer is about, flat.
+local function list_predictions(state, offered, members)
+  local predictions = {}
+  local function add(worker)
+    local one = state.best[worker]
+    if one then
+      predictions[#predictions + 1], predictions[#predictions + 2] = worker, one.tokens
+      predictions[#predictions + 1] = one.ready_us
+    end
+  end
+  for _, worker in ipairs(next(state.best) and offered or {}) do
+    add(worker)
+  end
+  for i = 1, next(state.best) and #members or 0, 4 do
+    add(members[i])
+  end
+  return predictions
+end
+
 -- Returns
 -- - the answer, an array: number of the cheapest offer (with a pair layout: of the one that computes the answer), number of the
 --   offer that computes the prompt alone (0: none), now, the mean load (empty: no load is unknown), tokens in flight,
---   { { worker with a prediction, its tokens, us at which they are ready }... }, each offer's packed worker, { worker, number
---   of its row of look-alikes, packed worker, blocks that were looked up... } of the look-alikes that were read; their numbers
---   follow the offers', source of the worker that computes the prompt ('': it fetches nothing). From this the client can
---   compute how each offer was evaluated.
+--   { worker with a prediction, its tokens, us at which they are ready... } of those that follow, each offer's packed worker,
+--   { worker, number of its row of look-alikes, packed worker, blocks that were looked up... } of look-alikes that were read;
+--   their numbers follow the offers', source of the worker that computes the prompt ('': it fetches nothing). From this the
+--   client can compute how each offer was evaluated.
 -- - the state that a booking needs: `rows`, `at`, `workers` and `backlog_us` by number of the offer, and if it uses
 --   a prediction `used` (its tokens) and `wait_us` (us to wait for them); `matches` by number of the chain; with a source
 --   `source`, and `fetched_us`, at which its fetches will have ended
@@ -70,13 +89,10 @@ local function evaluate(keys, ask, now)
   if state.chosen == 0 then
     return nil
   end
-  local predictions = {}
-  for worker, one in pairs(state.best) do
-    predictions[#predictions + 1] = { worker, one.tokens, one.ready_us }
-  end
   local chosen, members = list_members(state)
   find_source(state)
   return {
-    chosen, state.prefill, now, state.mean or {}, state.in_flight, predictions, state.offered, members, state.source or '',
+    chosen, state.prefill, now, state.mean or {}, state.in_flight, list_predictions(state, names, members), state.offered,
+    members, state.source or '',
   }, state
 end

@@ -207,6 +207,20 @@ local function kind_for(state, worker)
   return k
 end
 
+-- Reads the records of the look-alikes that these predictions are about.
+local function read_predicted(state, matches)
+  local workers, seen = {}, {}
+  for _, match in ipairs(state.ask.look_alikes[1] and matches or {}) do
+    local worker = match.prediction[P_WORKER]
+    if not (seen[worker] or state.named[worker] or state.packed_of[worker]) then
+      seen[worker], workers[#workers + 1] = true, worker
+    end
+  end
+  for i, packed in ipairs(records_of(state.keys, workers)) do
+    state.packed_of[workers[i]] = packed
+  end
+end
+
 -- Finds each worker's best prediction, { tokens = those that it would use, ready_us }; the most tokens that any worker is
 -- computing now; and the matches of each chain.
 local function find_predictions(state)
@@ -218,6 +232,7 @@ local function find_predictions(state)
   for c, chain in ipairs(ask.chains) do
     local matches, found = {}
     found, left = matches_of(keys, chain.hashes, state.now, left)
+    read_predicted(state, found)
     for _, match in ipairs(found) do
       local worker, ready_us = match.prediction[P_WORKER], match.prediction[P_READY_US]
       local k = kind_for(state, worker)

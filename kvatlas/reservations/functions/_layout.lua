@@ -161,13 +161,17 @@ local function get_reservation(keys, id)
   return packed and unpack_record(packed, RESERVATION_FORM, 'reservation')
 end
 
-local function get_prediction(keys, id)
-  local packed = redis.call('HGET', keys[PREDICTIONS], id)
-  local prediction = packed and unpack_record(packed, PREDICTION_FORM, 'prediction')
-  if prediction and (prediction[P_HASHES] == '' or #prediction[P_HASHES] % HASH_BYTES > 0) then
+local function unpack_prediction(packed)
+  local prediction = unpack_record(packed, PREDICTION_FORM, 'prediction')
+  if prediction[P_HASHES] == '' or #prediction[P_HASHES] % HASH_BYTES > 0 then
     damaged('prediction')
   end
   return prediction
+end
+
+local function get_prediction(keys, id)
+  local packed = redis.call('HGET', keys[PREDICTIONS], id)
+  return packed and unpack_prediction(packed)
 end
 
 -- Returns a worker's record; a new one if nothing is known about the worker yet.

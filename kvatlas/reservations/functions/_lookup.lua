@@ -44,7 +44,8 @@ local function open_family(state, rows, number)
   local kinds, delays_us = ask.kinds, {}
   for i, row in ipairs(rows) do
     local k = row.k
-    local delay_us, waiting = interference(kinds, k, least_work(row), 1), kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
+    local delay_us = interference(kinds, k, least_work(row, cached_at(row, most_of(row))), 1)
+    local waiting = kinds[k + QUEUED_US] * kinds[k + WAITING_TOKENS]
     delays_us[i] = delay_us
     queued_us, kv_us = math.min(queued_us, kinds[k + QUEUED_US]), math.min(kv_us, kinds[k + KV_US])
     running_us = math.min(running_us, kinds[k + RUNNING_US] + delay_us)
@@ -174,12 +175,20 @@ end
 -- Returns true if a look-alike of a row that holds at most this many blocks may be the cheapest with its own load.
 local function may_win(state, row, worker, packed, depth)
   local sampled, _, queued, running, waiting, kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
-  if sampled <= state.fresh or state.lowest > 0 or state.best[worker] or worker == state.ask.lookup.home then
+  if sampled <= state.fresh or state.lowest > 0 or worker == state.ask.lookup.home then
     return true
   end
-  local kinds, k = state.ask.kinds, row.k
-  local least_us = least_at(row, depth) + kinds[k + QUEUED_US] * (queued + more + waiting * kinds[k + WAITING_TOKENS])
-    + kinds[k + RUNNING_US] * (running + more_running) + kinds[k + KV_US] * (kv + more_kv)
+  local kinds, k, predicted = state.ask.kinds, row.k, state.best[worker]
+  local backlog_us = kinds[k + QUEUED_US] * (queued + more + waiting * kinds[k + WAITING_TOKENS])
+  local least_us, cached = least_at(row, depth), cached_at(row, depth)
+  if predicted and predicted.tokens > cached then
+    cached = predicted.tokens
+    local wait_us = math.max(0, predicted.ready_us - state.now - backlog_us)
+    least_us = math.min(least_us, least_with(row, cached) + wait_us)
+  end
+  running = running + more_running
+  least_us = least_us + backlog_us + kinds[k + RUNNING_US] * running + kinds[k + KV_US] * (kv + more_kv)
+    + interference(kinds, k, least_work(row, cached), running)
   return least_us <= state.least + NEARLY_US or not is_finite(least_us)
 end
 
@@ -261,14 +270,25 @@ end
 
 -- Weighs the look-alikes that have something of their own: a prediction, an overdue sample, a session.
 local function weigh_extras(state)
+  local workers, rows, asked = {}, {}, {}
   for _, worker in ipairs(state.extras) do
     if not state.seen[worker] then
       state.seen[worker] = true
       local packed = state.packed_of[worker]
       local row = state.opened[row_for(state, worker, packed)]
-      local depth = row.chain and depth_of(row.chain, holders_of(state.ask.lookup, { worker })[1], 0) or 0
-      weigh_at(state, row, worker, packed, depth)
+      if may_win(state, row, worker, packed, most_of(row)) then
+        workers[#workers + 1], rows[#rows + 1] = worker, row
+        asked[#asked + 1] = most_of(row) > 0 and worker or nil
+      end
     end
+  end
+  local holders, next_asked = holders_of(state.ask.lookup, asked), 1
+  for i, worker in ipairs(workers) do
+    local depth = 0
+    if asked[next_asked] == worker then
+      depth, next_asked = depth_of(rows[i].chain, holders[next_asked], 0) or 0, next_asked + 1
+    end
+    weigh_at(state, rows[i], worker, state.packed_of[worker], depth)
   end
 end
 

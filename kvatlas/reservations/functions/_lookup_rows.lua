@@ -41,21 +41,24 @@ local function cached_at(row, depth)
   return usable > 0 and usable or 0
 end
 
--- Returns the least that it costs without load if it holds no more blocks.
-local function least_at(row, depth)
-  local least_us = row.least_us[depth]
-  if least_us then
-    return least_us
-  end
-  local cached = cached_at(row, depth)
+-- Returns the least that it costs without load if it uses no more than this many tokens.
+local function least_with(row, cached)
   local saved, again_us = worth(row.kinds, row.k, cached), row.again_us
   saved = saved > 0 and saved or 0 -- a small hit may cost more than it saves
-  least_us = row.base_us - saved
+  local least_us = row.base_us - saved
   if row.in_flight > cached and again_us > saved then
     least_us = least_us + row.again_factor * (again_us - saved)
   end
-  least_us = least_us + row.again_factor * math.min(0, again_us)
-  row.least_us[depth] = least_us
+  return least_us + row.again_factor * math.min(0, again_us)
+end
+
+-- Returns the least that it costs without load if it holds no more blocks.
+local function least_at(row, depth)
+  local least_us = row.least_us[depth]
+  if not least_us then
+    least_us = least_with(row, cached_at(row, depth))
+    row.least_us[depth] = least_us
+  end
   return least_us
 end
 
@@ -64,9 +67,9 @@ local function most_of(row)
   return row.chain and row.chain.most or 0
 end
 
--- Returns the least us that such a worker computes before the first token.
-local function least_work(row)
-  return row.work_us - math.max(0, worth(row.kinds, row.k, cached_at(row, most_of(row))))
+-- Returns the least us that such a worker computes before the first token, if it uses no more than this many tokens.
+local function least_work(row, cached)
+  return row.work_us - math.max(0, worth(row.kinds, row.k, cached))
 end
 
 -- Returns the number of blocks from which on a worker of a row may be the cheapest if its load costs at least this;

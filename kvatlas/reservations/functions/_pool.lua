@@ -105,12 +105,12 @@ local function settle_prediction(keys, id, now)
 end
 
 -- Ends a reservation with an OUTCOME. Unless it is `finished`, a prefix that was still being computed is no longer believed;
--- if it is `broken`, nor is one that was computed. Returns whether it counted: not if its worker's generation is over, or if
--- it was cancelled.
-local function drop_reservation(keys, id, reservation, outcome, now)
+-- if it is `broken`, nor is one that was computed. `output`: the answer's tokens, if known. Returns whether it counted: not if
+-- its worker's generation is over, or if it was cancelled.
+local function drop_reservation(keys, id, reservation, outcome, now, output)
   redis.call('HDEL', keys[RESERVATIONS], id)
   redis.call('ZREM', keys[DEADLINES], 'r' .. id)
-  record_queue_end(keys, id)
+  record_queue_end(keys, id, output, outcome == OUTCOME.called_off)
   local worker = reservation[R_WORKER]
   if worker == '' then
     return false

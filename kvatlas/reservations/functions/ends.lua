@@ -31,8 +31,7 @@ register('kvatlas_pool_ends', function(keys, args)
         known = record_first_token(keys, id, reservation, now)
       else
         local tokens = output ~= '' and integer(output, 0, MOST_COUNTED) or nil
-        record_queue_end(keys, id, tokens, outcome == OUTCOME.called_off)
-        known = drop_reservation(keys, id, reservation, outcome, now)
+        known = drop_reservation(keys, id, reservation, outcome, now, tokens)
       end
     end
     if outcome == OUTCOME.called_off then

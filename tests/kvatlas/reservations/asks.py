@@ -2,11 +2,21 @@
 
 from collections.abc import Sequence
 
-from kvatlas.cost import Prices
-from kvatlas.reservations import Ask, Booking, Evaluation, Offer, OfferKind, Reservations, StepChain
-from kvatlas.reservations.evaluation import worth_us
+from kvatlas.cost import Load, Prices
+from kvatlas.reservations import (
+    Ask,
+    Booking,
+    Evaluation,
+    MemoryReservations,
+    Offer,
+    OfferKind,
+    Reservations,
+    StepChain,
+)
+from kvatlas.reservations.evaluation import Predictions, Weighed, worth_us
 from kvatlas.reservations.protocol import Fetching
 from kvatlas.reservations.redis_calls import POOL_LIBRARY
+from kvatlas.reservations.search import Search
 from kvatlas.store.connection import Store
 
 POOL = "pool"
@@ -18,6 +28,17 @@ LONGEST_US = 600 * SECOND_US
 STEP_TOKENS = 128
 
 PRICES = Prices(40.0, 5_000.0, 5.0, 1_024, 40.0, 0.0005)
+
+
+class _EveryWorker(Search):
+    def _weigh_cheapest(self, predictions: Predictions, mean: Load) -> Weighed:
+        return self._weigh(self.rows, predictions, mean)
+
+
+class FullScan(MemoryReservations):
+    """The model that others are held against: it evaluates every look-alike."""
+
+    search = _EveryWorker
 
 
 class Clock:

@@ -27,6 +27,7 @@ from tests.kvatlas.reservations.asks import (
     PRICES,
     SECOND_US,
     Clock,
+    FullScan,
     ask,
     book,
     id_of,
@@ -68,8 +69,8 @@ async def report(reservations: Reservations, *loads: Load, likeness: bytes = ALI
     await reservations.report(POOL, reports)
 
 
-async def prepared(store: Store, clock: Clock) -> tuple[RedisReservations, MemoryReservations]:
-    return RedisReservations(store), MemoryReservations(clock)
+async def prepared(store: Store, clock: Clock) -> tuple[RedisReservations, MemoryReservations, FullScan]:
+    return RedisReservations(store), MemoryReservations(clock), FullScan(clock)
 
 
 @pytest.mark.parametrize("spread", ["idle", "equal", "independent", "balanced"])
@@ -103,11 +104,13 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
         named = offer("w0007", prices=prices, interference=interference, extra_us=-5_000.0)
         asked = Ask([named], look_alikes=look_alikes, ring=rng.randrange(RING))
         booking = Booking(id_of(number), "r", rng.choice([100, 8_192]), asked, LEASE_US, LONGEST_US)
-        model = await stores[1].evaluate(POOL, asked)
-        real = await stores[0].book(POOL, booking)
+        in_store, in_process, every = stores
+        model = await every.evaluate(POOL, asked)
+        real, quick = await in_store.book(POOL, booking), await in_process.book(POOL, booking)
         assert real is not None
         assert same_evaluation(real, model)
-        assert (await stores[1].book(POOL, booking)) == model
+        assert quick is not None and same_evaluation(quick, model)
+        assert (await every.book(POOL, booking)) == model
 
 
 async def test_few_of_many_are_read(store: Store, clock: Clock) -> None:

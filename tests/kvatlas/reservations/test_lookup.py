@@ -43,7 +43,7 @@ from kvatlas.reservations.lookup import MOST_LOOKED_UP_CHAINS, TooManyAlike
 from kvatlas.reservations.protocol import MOST_LIKENESSES
 from kvatlas.reservations.room_and_slo import Limit, Limits
 from kvatlas.store.connection import Store
-from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, id_of
+from tests.kvatlas.reservations.asks import LEASE_US, LONGEST_US, POOL, SECOND_US, Clock, FullScan, id_of
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +62,9 @@ class Fleet:
         self.rng = rng = random.Random(seed)
         self.clock = clock
         self.indexes = index, MemoryIndex()
-        self.real, self.model = RedisReservations(store, index), MemoryReservations(clock, self.indexes[1])
+        in_process = self.indexes[1]
+        self.searching = RedisReservations(store, index), MemoryReservations(clock, in_process)
+        self.model = FullScan(clock, in_process)
         self.large = large
         self.count = rng.choice([400, 400, 250] if large else [5, 20, 60, 150])
         self.blocks = rng.choice([2, 40, 130, 300] if large else [0, 1, 2, 9, 40, 130, 300])
@@ -126,7 +128,7 @@ class Fleet:
                 age_us = 0 if self.large else rng.choice([0, 0, 4 * SECOND_US])
                 sample = None if rng.random() < self.unknown else LoadReport(load, age_us)
                 reports[worker_id] = WorkerReport(1, sample, self.likeness_of[worker_id], limit)
-            for each in (self.real, self.model):
+            for each in (*self.searching, self.model):
                 await each.report(POOL, reports)
 
     def prompt(self) -> list[int]:
@@ -172,18 +174,22 @@ class Fleet:
                    lookup=lookup)  # fmt: skip
 
     async def evaluate(self, asked: Ask) -> None:
-        real, model = await outcome_of(self.real, asked), await outcome_of(self.model, asked)
-        if isinstance(real, Evaluation) and isinstance(model, Evaluation):
-            assert real.worker_id == model.worker_id, (real.offers[real.chosen], model.offers[model.chosen])
+        model = await outcome_of(self.model, asked)
+        for each in self.searching:
+            self.compare(asked, await outcome_of(each, asked), model)
+
+    def compare(self, asked: Ask, found: Evaluation | type[Exception], model: Evaluation | type[Exception]) -> None:
+        if isinstance(found, Evaluation) and isinstance(model, Evaluation):
+            assert found.worker_id == model.worker_id, (found.offers[found.chosen], model.offers[model.chosen])
             assert asked.lookup is not None
-            assert not asked.lookup.named or {*real.worker_ids} == {*asked.lookup.named}
+            assert not asked.lookup.named or {*found.worker_ids} == {*asked.lookup.named}
             numbers = {offer.worker_id: i for i, offer in enumerate(model.offers)}
-            for i, offer in enumerate(real.offers):
+            for i, offer in enumerate(found.offers):
                 same = numbers[offer.worker_id]
-                assert (offer, real.held_tokens[i]) == (model.offers[same], model.held_tokens[same])
-                assert real.by_offer[i] == model.by_offer[same]
+                assert (offer, found.held_tokens[i]) == (model.offers[same], model.held_tokens[same])
+                assert found.by_offer[i] == model.by_offer[same]
         else:
-            assert real == model or (self.large and real is TooManyAlike)
+            assert found == model or (self.large and found is TooManyAlike)
 
 
 async def outcome_of(reservations: Reservations, asked: Ask) -> Evaluation | type[Exception]:
@@ -216,13 +222,15 @@ async def test_the_choice_of_one_call_is_that_of_a_look_at_every_worker(
             if fleet.rng.random() < 0.7:
                 id = id_of(number)
                 booking = Booking(id, "r", len(prompt), asked, 60 * LEASE_US, LONGEST_US)
-                booked = await booked_by(fleet.real, booking)
+                in_store, in_process = fleet.searching
+                booked = await booked_by(in_store, booking)
                 if booked is not None or not large:
                     assert booked == await booked_by(fleet.model, booking)
+                    assert booked == await booked_by(in_process, booking)
                 live += [id] * (booked is not None)
             if live and fleet.rng.random() < 0.3:
                 ended = live.pop(fleet.rng.randrange(len(live)))
-                for each in (fleet.real, fleet.model):
+                for each in (*fleet.searching, fleet.model):
                     await each.release(POOL, ended, Outcome.FINISHED)
 
 
@@ -310,7 +318,7 @@ async def test_among_many_busy_holders_a_choice_reads_few_values(
 ) -> None:
     """Even if each holds a different part: it does not read one depth after the other."""
     index, model_index = await open_redis_index(store, writer=True), MemoryIndex()
-    real, model = RedisReservations(store, index), MemoryReservations(clock, model_index)
+    real, model = RedisReservations(store, index), FullScan(clock, model_index)
     held, loads = large_fleet(crowd, others, least, most)
     asked = await fill([real, model], [index, model_index], held, loads)
     for ring in (0, 1 << 31):

@@ -1,12 +1,15 @@
 """Choosing while the index or the whole store is slow or away; the kill switch; shadow mode."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvatlas.blocks.residency import Overlap
+from kvatlas.blocks.tiers import Tier
+from kvatlas.cost import EngineProfile, EngineRates
 from kvatlas.embedded.valkey import ValkeyProcess
 from kvatlas.errors import Unreachable
 from kvatlas.fleet.records import EngineEndpoint, FleetRecord
@@ -14,6 +17,7 @@ from kvatlas.fleet_store.fleet_store import FleetStore
 from kvatlas.identity import Scope
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.index.redis.index import open_redis_index
+from kvatlas.request import Slo
 from kvatlas.reservations import Ask, Booking, Evaluation, MemoryReservations
 from kvatlas.store.circuit_breaker import CircuitBreaker
 from kvatlas.store.connection import connected_store
@@ -28,6 +32,7 @@ from router_client import (
     RouterSettings,
     StaticFleet,
 )
+from router_client.settings import LimitSettings, SloMode
 from tests.eventually import until
 from tests.router_client.pools import FETCH_BY, PEER, SCOPE, hold, pool, worker
 
@@ -203,6 +208,95 @@ async def test_without_a_store_the_hash_of_the_prefix_decides(server: ValkeyProc
             await router.overlap(PROMPT)
 
 
+class UnreachableReservations(MemoryReservations):
+    """A store that never answers."""
+
+    async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
+        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+
+    async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
+        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
+
+
+MANY = 80
+
+
+def far_apart(rng: random.Random) -> Mapping[str, FleetRecord]:
+    """Workers of two block sizes and three makes of load: known, unknown, and full."""
+    records = []
+    for number in range(MANY):
+        load = {
+            "running_decodes": rng.randrange(25),
+            "queued_prefill_tokens": rng.randrange(4_000),
+            "forward_pass": {
+                "total_request_slots": 24,
+                "active_kv_blocks": rng.randrange(900),
+                "total_kv_blocks": 1_000,
+            },
+            "sampled_us": NOW_US,
+        }
+        size = 32 if number % 9 == 4 else 16
+        records.append(worker(f"w{number:03}", block_size=size, load=None if number % 11 == 7 else load))
+    return pool(*records)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_alone_the_cheapest_of_many_is_chosen_and_few_are_priced(seed: int) -> None:
+    """Held against a router that prices every candidate, while bookings and predictions grow."""
+    rng, index = random.Random(seed), MemoryIndex()
+    records = far_apart(rng)
+    for id in rng.sample(sorted(records), MANY if seed % 2 else 8):
+        tier = Tier.CPU_DRAM if seed == 4 and id[-1] == "3" else Tier.HBM
+        await hold(index, records[id], TOKENS, blocks=rng.randrange(1, 30), tier=tier)
+    slow = EngineRates(prefill_us_per_token=80.0, tpot_base_us=14_000.0)
+    profile = EngineProfile(by_worker={id: slow for id in records if seed == 2 and id[-1] in "147"})
+    limits = LimitSettings(slo=rng.choice(list(SloMode)))
+    settings = RouterSettings(profile=profile, limits=limits, session_us=50_000.0)
+    few, every = (
+        RouterClient(
+            index,
+            StaticFleet(records),
+            replace(settings, explain_all=explain_all),
+            reservations=UnreachableReservations(),
+            now_us=lambda: NOW_US,
+        )
+        for explain_all in (False, True)
+    )
+    fewest = MANY
+    for number in range(60):
+        tokens = [*TOKENS[: rng.choice([100, 500, 1_000])], *range(number % 5 * 50)]
+        session, slo = rng.choice([None, None, "s"]), Slo(ttft_ms=rng.choice([1, 50, 1_000]))
+        asked = Prompt.of_tokens(SCOPE, tokens, output_tokens=rng.choice([1, 128]), session_id=session, slo=slo)
+        avoid = rng.sample(sorted(records), number % 3)
+        expected = await every.reserve(asked, avoid=avoid, dry_run=True)
+        choice = await few.reserve(asked, avoid=avoid)
+        assert choice.basis is expected.basis and choice.why.startswith("reservations: ")
+        cheapest = [one for one in expected.ranking if one.score_us <= expected.score_us + 1]
+        assert choice.worker_id in {one.worker_id for one in cheapest}, (choice.explain(), expected.explain())
+        assert choice.result.over == expected.result.over and abs(choice.score_us - expected.score_us) <= 1
+        assert len(choice.ranking) + choice.ranking.unread == len(expected.ranking)
+        fewest = min(fewest, len(choice.ranking))
+        same = await every.reserve(asked, avoid=sorted(records.keys() - {choice.worker_id}))
+        assert same.worker_id == choice.worker_id
+        if rng.random() < 0.5:
+            for each in (choice, same):
+                await each.first_token()
+    assert fewest < MANY / 2
+
+
+async def test_alone_a_worker_that_has_left_is_not_chosen() -> None:
+    records = dict(far_apart(random.Random(1)))
+    fleet = StaticFleet(records)
+    settings = RouterSettings(fleet_max_age_ms=0)
+    router = RouterClient(MemoryIndex(), fleet, settings, reservations=UnreachableReservations(), now_us=lambda: NOW_US)
+    for _ in range(30):
+        left = (await router.reserve(PROMPT, dry_run=True)).worker_id
+        del fleet.records[left]
+        assert left not in await router.workers(SCOPE)
+        choice = await router.reserve(PROMPT, dry_run=True)
+        assert choice.worker_id in fleet.records and len(choice.ranking) < MANY / 2
+
+
 # ---------------------------------------------------------------- shadow mode
 
 
@@ -227,16 +321,6 @@ async def test_shadow_mode_follows_another_policy_and_records_what_cost_would_ch
     assert (counters.followed, counters.agreed) == (4, sum(c.would_be == c.worker_id for c in choices))
     # bookings are on the workers to which requests really go
     assert [r.cost.amounts[4] for r in await router.rank(Prompt.of_tokens(SCOPE, [5]))] == [2, 2, 2, 2]
-
-
-class UnreachableReservations(MemoryReservations):
-    """A store that never answers."""
-
-    async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
-
-    async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
-        raise Unreachable("Redis at redis://127.0.0.1:1: connection refused")
 
 
 @pytest.mark.parametrize("reservations", [MemoryReservations, UnreachableReservations])
