@@ -42,9 +42,10 @@ SEARCHES = 6
 FIRST_SEED = 100
 """Factors of the cost were chosen with smaller seeds."""
 OUR = "kvatlas"
+PRIORITY = "kvatlas-engine-priority"
 TERMS = (
     "kvatlas-no-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
-    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-slo-penalty", "kvatlas-engine-priority",
+    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-slo-penalty", PRIORITY,
 )  # fmt: skip
 """kvatlas without one of its parts, with true values for its estimates, or with an option on."""
 RIVALS = ("sglang-router", "inference-extension", "llm-d", "prefix-tokens", "lmetric")
@@ -274,6 +275,22 @@ def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
     return to_table(["rival", *(aim.title for aim in AIMS)], rows)
 
 
+def _priority_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
+    """`--engine-priority` over all workloads: relative changes of means, and that of the workload that loses most."""
+    columns = (*AIMS[:2], Aim("ttft_longest_ms", "longest TTFT", 1, ""), *AIMS[3:5])
+    rows = []
+    for load in dict.fromkeys(load for _, load in places):
+        row = [f"{load:g}"]
+        for aim in columns:
+            gains = {
+                case: compare_with(results, case, load, OUR, aim, PRIORITY).gain for case, at in places if at == load
+            }
+            worst = min(gains, key=lambda case: gains[case])
+            row.append(f"{-aim.sign * fmean(gains.values()):+.0%} ({worst}: {-aim.sign * gains[worst]:+.0%})")
+        rows.append(row)
+    return to_table(["load", *(aim.title.removesuffix(", ms") for aim in columns)], rows)
+
+
 def terms_to_markdown(results: Results, command: str, seeds: int, requests: int) -> str:
     """The chapter on the cost's terms."""
     places = list(dict.fromkeys((case, load) for case, load, _ in results))
@@ -284,5 +301,7 @@ def terms_to_markdown(results: Results, command: str, seeds: int, requests: int)
             f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
             f"requests, {seeds} seeds.",
             "", "```", command, "```", "", _rivals_table(results, places), "",
+            "With `--engine-priority`, the mean change over all workloads, and that of the workload that fares worst:",
+            "", _priority_table(results, places), "",
         ]
     )  # fmt: skip
