@@ -8,8 +8,8 @@ blocks of the device, one of which vLLM never uses; `budget` and `sequences`: th
 "priority".
 
 A recording is one JSON object: "config", "engine", "block_size", "requests" and "steps". A request: "at" (the step before which
-it arrives), "prompt" (pieces, each a number and a length), "answer" (its length), "priority", "hit" (its tokens that were cached
-when it was first scheduled). A step: "computed" (pairs of a request and its tokens computed by then, in the scheduler's order)
+it arrives), "prompt" (pieces, each a number and a length), "answer" (its length), "priority", "hit" (how many of its tokens were
+cached when it was first scheduled). A step: "computed" (pairs of a request and its tokens computed by then, in the scheduler's order)
 and "preempted". The token at place `i` of piece `n` is `n * PIECE + i`; a request's answer is piece `ANSWERS` + its number.
 """
 
@@ -75,7 +75,9 @@ def engine_core(config: dict[str, Any], model: Path) -> EngineCore:
         async_scheduling=False,
         disable_hybrid_kv_cache_manager=False,
     )
-    executor = type("Stub", (Executor,), {"config": {"extra": {}, **config}, "chance": random.Random(0), "generated": {}})
+    executor = type(
+        "Stub", (Executor,), {"config": {"extra": {}, **config}, "chance": random.Random(0), "generated": {}}
+    )
     return EngineCore(args.create_engine_config(), executor, log_stats=True)
 
 

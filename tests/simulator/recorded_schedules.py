@@ -170,7 +170,9 @@ def _request(recorded: Schedule, sequence: EngineSequence) -> RecordedRequest:
 def _lab_request(one: RecordedRequest, block_size: int, ids: dict[int, int]) -> LabRequest:
     tokens = [*one.prompt, *one.answer]
     chain = extend_chain(tokens, block_size)
-    contents = [ids.setdefault(int.from_bytes(chain[at : at + 8], "little"), len(ids)) for at in range(0, len(chain), 8)]
+    contents = [
+        ids.setdefault(int.from_bytes(chain[at : at + 8], "little"), len(ids)) for at in range(0, len(chain), 8)
+    ]
     if len(tokens) % block_size:
         contents.append(1 << 31 | one.number)
     return LabRequest(one.number, float(one.at), len(one.prompt), len(one.answer), tuple(contents), one.number)

@@ -29,5 +29,7 @@ def test_the_recordings_cover_chunks_hits_preemptions_and_priorities() -> None:
     recorded = [Schedule.read(path) for path in RECORDINGS]
     assert sum(one.preemptions for one in recorded) > 20
     assert any(one.priority for schedule in recorded for one in schedule.requests if schedule.preemptions)
-    assert any(len(one.prompt) > schedule.limits.max_num_batched_tokens for schedule in recorded for one in schedule.requests)
+    assert any(
+        len(one.prompt) > schedule.limits.max_num_batched_tokens for schedule in recorded for one in schedule.requests
+    )
     assert sum(one.hit > 0 for schedule in recorded for one in schedule.requests) > 50

@@ -1,4 +1,4 @@
-"""What is learned from short and long answers, on quiet and busy fleets of equal engines: the engines' rates, and equal ones."""
+"""From short and long answers, on quiet and busy fleets, routers learn the engines' rates, and equal ones of equal engines."""
 
 import pytest
 
