@@ -7,10 +7,11 @@ A config: {"name", "groups", "pool", "budget", "sequences", "policy", "requests"
 blocks of the device, one of which vLLM never uses; `budget` and `sequences`: the most of a step; `policy`: "fcfs" or
 "priority".
 
-A recording is one JSON object: "config", "engine", "block_size", "requests" and "steps". A request: "at" (the step before which
-it arrives), "prompt" (pieces, each a number and a length), "answer" (its length), "priority", "hit" (how many of its tokens were
-cached when it was first scheduled). A step: "computed" (pairs of a request and its tokens computed by then, in the scheduler's order)
-and "preempted". The token at place `i` of piece `n` is `n * PIECE + i`; a request's answer is piece `ANSWERS` + its number.
+A recording is one JSON object: "config", "engine", "block_size", "requests" and "steps". A request: "at" (the step before
+which it arrives), "prompt" (pieces, each a number and a length), "answer" (its length), "priority", "hit" (how many of its
+tokens were cached when it was first scheduled). A step: "computed" (pairs of a request and its tokens computed by then, in the
+scheduler's order) and "preempted". The token at place `i` of piece `n` is `n * PIECE + i`; a request's answer is piece
+`ANSWERS` + its number.
 """
 
 import gzip

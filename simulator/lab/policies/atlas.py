@@ -62,8 +62,9 @@ class AtlasSettings:
     False: everything that hybrids hold counts as reusable. `replicas`: number of routers, which take requests in turn; unless
     their bookings are `shared`, each knows only its own bookings and the engines' reports. Each learns from its own requests,
     and once a second from the others'. `true_loads`: each choice sees the current loads and queues; `true_rates`: prices are
-    the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `slo`: the effect of
-    the objective; `sheds`: requests that are advised to be shed are refused."""
+    the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other; `priorities`: their queues
+    are ordered by `engine_priority`, not by arrival. `slo`: the effect of the objective; `sheds`: requests that are advised to
+    be shed are refused."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
