@@ -44,7 +44,7 @@ PREFIXES = 6
 MOST_ANSWER = 120
 
 
-class Executor(StubExecutor):
+class Executor(StubExecutor):  # type: ignore[misc]
     """Samples the tokens of the requests' answers."""
 
     generated: dict[str, int]
