@@ -102,7 +102,7 @@ clusters: $(READY) ## test the store's calls while slots of a Redis cluster move
 # each minor version of SGLang whose radix cache publishes events
 SGLANG_VERSIONS := 0.4.7 0.4.8 0.4.9 0.4.10 $(addprefix 0.5.,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23)
 
-oracle: $(READY) .oracle/.ready ## compare predicted reuse with the caches of vLLM and SGLang (installs them and torch, no GPU)
+oracle: $(READY) .oracle/.ready ## compare reuse and schedules with vLLM, and reuse with each SGLang (installs them and torch, no GPU)
 	KVATLAS_ORACLE_PYTHON=.oracle/bin/python KVATLAS_ORACLE_SGLANG=.oracle/sglang $(BIN)/python -m pytest -q --timeout 3600 tests/oracle
 
 .oracle/.ready: tests/oracle/requirements.txt

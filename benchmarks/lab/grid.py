@@ -7,6 +7,7 @@ factor of the cost. kvatlas wins (or loses) a figure if, compared seed by seed w
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -43,9 +44,10 @@ SEARCHES = 6
 FIRST_SEED = 100
 """Smaller seeds were used to choose the factors of the cost."""
 OUR = "kvatlas"
+PRIORITY = "kvatlas-engine-priority"
 TERMS = (
     "kvatlas-no-again", "kvatlas-no-interference", "kvatlas-no-prefixes-in-flight", "kvatlas-no-reservations",
-    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-slo-penalty", "kvatlas-engine-priority",
+    "kvatlas-no-learned-rates", "kvatlas-true-rates", "kvatlas-slo-penalty", PRIORITY,
 )  # fmt: skip
 """kvatlas without one of its parts, with true values for its estimates, or with an option on."""
 RIVALS = ("sglang-router", "inference-extension", "llm-d", "prefix-tokens", "lmetric")
@@ -55,7 +57,9 @@ OTHERS = ("round-robin", "least-loaded", "session", "least-prefill-tokens", "ora
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload on a fleet. `workload`: a generated one, or a trace's file. `longer`: factor on the number of requests."""
+    """A workload on a fleet. `workload`: a generated one, or a trace's file. `longer`: factor on the number of requests, so
+    that arrivals last longer than the longest answers. Otherwise, the end of the last answers would decide the worker-hours,
+    and a multiple of the rate would be no load."""
 
     name: str
     workload: str
@@ -72,10 +76,10 @@ CASES = (
     Case("agents, bursty", "agents-bursty"),
     Case("questions on documents", "rag"),
     Case("tenants with adapters", "tenants"),
-    Case("200 tenants, heavy tails", "tails"),
+    Case("200 tenants, heavy tails", "tails", longer=3),
     Case("bursts on new prefixes", "bursts", longer=2),
-    Case("long answers", "thought"),
-    Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8)),
+    Case("long answers", "thought", longer=4),
+    Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8), longer=3),
     Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
     Case("agents, the busiest worker is lost", "agents", replace(FLEET, outages=(Outage(None, 0.5, 0.5, 0.9),))),
     Case("agents, hybrid model", "agents", replace(FLEET, layout=_HYBRID)),
@@ -169,12 +173,15 @@ def run_grid(
 
 
 def _full_speed(case: Case, requests: int) -> float:
-    """The speed at which LMetric still serves 90% of the requests well, by bisection of its logarithm."""
+    """The speed at which LMetric still serves 90% of the requests well, by bisection of its logarithm. If that is the highest
+    one, all requests arrive before many answers have ended, so that no load is quiet or busy; a message says so."""
     low, high = SEARCHED
     for _ in range(SEARCHES):
         middle = (low * high) ** 0.5
         figures = _replay(case, Run(case.name, 1.0, "lmetric", 0, requests, middle))
         low, high = (middle, high) if figures.good >= GOOD_SHARE else (low, middle)
+    if high == SEARCHED[1]:
+        print(f"{case.name}: {requests} requests are too few to overload this fleet at any rate", file=sys.stderr)
     return low
 
 
@@ -234,12 +241,12 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
     return "\n".join(
         [
             "## Every policy on every workload",
-            f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests "
-            f"(bursts: {2 * requests}), the first quarter of which only warms the caches; {seeds} seeds, each with its own "
-            "requests, none of which was used to tune the cost. At load 1, 90% of the requests are good under `lmetric` (first "
-            "token within 2 s, 100 ms for each later one). Each cell shows kvatlas' figure, then how much better or worse it "
-            "is than the best rival's. A win or a loss, shown with the rival's name, is a difference beyond its 95% interval, "
-            "compared seed by seed; everything else is a tie, in parentheses.",
+            f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests or more, the "
+            f"first quarter of which only warms the caches; {seeds} seeds, each with its own requests, none of which was used to "
+            "tune the cost. At load 1, 90% of the requests are good under `lmetric` (first token within 2 s, 100 ms for each "
+            "later one). Each cell shows kvatlas' figure, then how much better or worse it is than the best rival's. A win or a "
+            "loss, shown with the rival's name, is a difference beyond its 95% interval, compared seed by seed; everything else "
+            "is a tie, in parentheses.",
             "", "```", command, "```", "", table, "",
             "**Against each rival**: wins/ties/losses in the rows above, and kvatlas' mean gain.",
             "", _rivals_table(results, places), "",
@@ -276,6 +283,22 @@ def _rivals_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
     return to_table(["rival", *(aim.title for aim in AIMS)], rows)
 
 
+def _priority_table(results: Results, places: Sequence[tuple[str, float]]) -> str:
+    """`--engine-priority` over all workloads: relative changes of means, and that of the workload that loses most."""
+    columns = (*AIMS[:2], Aim("ttft_longest_ms", "longest TTFT", 1, ""), *AIMS[3:5])
+    rows = []
+    for load in dict.fromkeys(load for _, load in places):
+        row = [f"{load:g}"]
+        for aim in columns:
+            gains = {
+                case: compare_with(results, case, load, OUR, aim, PRIORITY).gain for case, at in places if at == load
+            }
+            worst = min(gains, key=lambda case: gains[case])
+            row.append(f"{-aim.sign * fmean(gains.values()):+.0%} ({worst}: {-aim.sign * gains[worst]:+.0%})")
+        rows.append(row)
+    return to_table(["load", *(aim.title.removesuffix(", ms") for aim in columns)], rows)
+
+
 def terms_to_markdown(results: Results, command: str, seeds: int, requests: int) -> str:
     """The chapter on the cost's terms."""
     places = list(dict.fromkeys((case, load) for case, load, _ in results))
@@ -286,5 +309,7 @@ def terms_to_markdown(results: Results, command: str, seeds: int, requests: int)
             f"{len(places)} cases ({', '.join(f'{load:g}' for load in BUSY_LOADS)} x full load), and its mean gain. {requests} "
             f"requests, {seeds} seeds.",
             "", "```", command, "```", "", _rivals_table(results, places), "",
+            "With `--engine-priority`, the mean change over all workloads, and that of the workload that fares worst:",
+            "", _priority_table(results, places), "",
         ]
     )  # fmt: skip

@@ -190,6 +190,12 @@ class KVCache:
         """True if enough blocks are available for `allocate`. `match`: the request's, if the caller has it."""
         return self.blocks_required(request, match) <= self._pool.available_blocks
 
+    def can_admit(self, request: AllocationRequest, match: PrefixMatch, step_tokens: int) -> bool:
+        """True if the whole prompt fits, computed in steps of at most `step_tokens`: an engine begins no other."""
+        del step_tokens
+        new_tokens = len(request.token_ids) - match.hit_tokens
+        return self._blocks.required(match, new_tokens) <= self._pool.available_blocks
+
     def swap_ins(self, match: PrefixMatch) -> int:
         """Cached blocks that `allocate` with this match brings back from the CPU."""
         return sum(1 for node in match.nodes if not node.gpu_block_ids)

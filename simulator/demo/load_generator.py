@@ -21,11 +21,12 @@ KEEPALIVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request, as its client sees it. Token counts are for the prompt; `refused`: attempts that engines
-    refused."""
+    """One finished request, as its client sees it. Times are from its first attempt to the first and to the last token. Token
+    counts are for the prompt; `refused`: attempts that engines refused."""
 
     worker_id: str
     ttft_ms: float
+    answer_ms: float
     prompt_tokens: int
     cached_tokens: int
     predicted_tokens: int
@@ -56,11 +57,12 @@ class _Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`first_token_s`: when the first token arrived, on the clock of `perf_counter`."""
+    """`first_token_s`, `last_token_s`: when these tokens arrived, on the clock of `perf_counter`."""
 
     decision: _Decision
     usage: dict[str, Any]
     first_token_s: float
+    last_token_s: float
     tokens: Sequence[int]
 
 
@@ -107,6 +109,7 @@ async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[O
     outcome = Outcome(
         decision.worker_id,
         (answer.first_token_s - began) * 1e3,
+        (answer.last_token_s - began) * 1e3,
         prompt,
         cached,
         decision.predicted.cached_tokens,
@@ -126,7 +129,7 @@ async def _post_completion(client: httpx.AsyncClient, turn: Turn, model: str) ->
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    first_token_s: float | None = None
+    first_token_s = last_token_s = 0.0
     tokens: list[int] = []
     usage: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -140,6 +143,8 @@ async def _post_completion(client: httpx.AsyncClient, turn: Turn, model: str) ->
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
             for choice in event["choices"]:
-                first_token_s = first_token_s or perf_counter()
+                last_token_s = perf_counter()
+                first_token_s = first_token_s or last_token_s
                 tokens += choice.get("token_ids") or []
-    return _Answer(decision, usage, first_token_s or perf_counter(), tokens)
+    ended_s = perf_counter()
+    return _Answer(decision, usage, first_token_s or ended_s, last_token_s or ended_s, tokens)

@@ -33,6 +33,10 @@ class Phase:
         return fmean(o.ttft_ms for o in self.outcomes)
 
     @property
+    def mean_answer_ms(self) -> float:
+        return fmean(o.answer_ms for o in self.outcomes)
+
+    @property
     def p99_ttft_ms(self) -> float:
         return self.ttfts[min(len(self.ttfts) - 1, int(0.99 * len(self.ttfts)))]
 
@@ -59,6 +63,7 @@ class Phase:
             "hit_rate": self.hit_rate,
             "mean_ttft_ms": self.mean_ttft_ms,
             "p99_ttft_ms": self.p99_ttft_ms,
+            "mean_answer_ms": self.mean_answer_ms,
             "predicted_cached_tokens": sum(o.predicted_tokens for o in self.outcomes),
             "cached_tokens": sum(o.cached_tokens for o in self.outcomes),
             "predicted_exactly": self.exact_rate,
@@ -77,6 +82,7 @@ def build_table(phases: Sequence[Phase]) -> Table:
         "prompt tokens found cached": [f"{p.hit_rate:.1%}" for p in phases],
         "time to first token, mean": [f"{p.mean_ttft_ms:,.0f} ms" for p in phases],
         "time to first token, p99": [f"{p.p99_ttft_ms:,.0f} ms" for p in phases],
+        "complete answer, mean": [f"{p.mean_answer_ms:,.0f} ms" for p in phases],
         "cached tokens, as the router predicted": [f"{sum(o.predicted_tokens for o in p.outcomes):,}" for p in phases],
         "cached tokens, as the engines counted": [f"{sum(o.cached_tokens for o in p.outcomes):,}" for p in phases],
         "requests predicted exactly": [f"{p.exact_rate:.1%}" for p in phases],

@@ -1,9 +1,11 @@
 """The engine's scheduler: continuous batching with chunked prefill over the paged cache.
 
-As in vLLM: running sequences come first, then waiting ones in order of arrival. A step computes at most a budget of tokens.
-When blocks run out, the youngest running sequence is preempted and recomputed later. A prompt whose blocks are all cached
-still computes its last block, because the last token's output is needed. An output token's own KV is computed by the step
-after it, so an answer's last token is never in a block.
+As in vLLM: running sequences come first, then waiting ones in order of arrival, each once its whole prompt fits in the
+cache. A step computes at most a budget of tokens. When blocks run out, the youngest running sequence is preempted and
+recomputed later. A prompt whose blocks are all cached still computes its last block, because the last token's output is
+needed. An output token's own KV is computed by the step after it, so an answer's last token is never in a block.
+
+`tests/data/schedules` has schedules that vLLM's own scheduler made; this one makes the same ones.
 """
 
 from collections import deque
@@ -11,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvatlas_simulator.cache.allocation import AllocationRequest
-from kvatlas_simulator.cache.pressure import MemoryPressure
 from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.generation_request import GenerationRequest, QueueFull, RequestTooLarge
@@ -216,16 +217,13 @@ class Scheduler:
             slots = sum(1 + running.forks_due for running in self._running)
             if slots + 1 + sequence.forks_due > self._limits.max_num_seqs:
                 return
-            # At critical pressure, a new sequence would soon be preempted, or cause another to be.
-            if self._running and self._cache.pressure is MemoryPressure.CRITICAL:
-                return
             match = self._cache.match(sequence.tokens, sequence.request.namespace, sequence.match)
             received = max(0, sequence.received_tokens - match.hit_tokens)
             count = received + min(len(sequence.tokens) - match.hit_tokens - received, budget)
             request = AllocationRequest(
                 sequence.sequence_id, sequence.tokens, sequence.request.namespace, first_chunk=count
             )
-            if not self._cache.can_allocate(request, match):
+            if not self._cache.can_admit(request, match, self._limits.max_num_batched_tokens):
                 sequence.match = match
                 return
             sequence.match = None

@@ -172,6 +172,20 @@ class HybridCache:
         """True if enough blocks are available for `allocate`. The match is computed again."""
         return self._required(request) <= self._pool.available_blocks
 
+    def can_admit(self, request: AllocationRequest, match: PrefixMatch, step_tokens: int) -> bool:
+        """True if the whole prompt fits, computed in steps of at most `step_tokens`. Groups that give blocks back during a
+        prompt need fewer than its length (vLLM's `max_admission_blocks_per_request`)."""
+        sequence, known, hit = self._begin(request)
+        size, whole = self.block_size, len(request.token_ids)
+        chunk_blocks = whole_blocks = reused_blocks = 0
+        for number, group in enumerate(self.groups):
+            reused_blocks += self._taken_by_reuse(known, number, hit)
+            chunk = len(self._new_indices(sequence, number, hit * size, self._first_end(request, hit)))
+            chunk_blocks += chunk
+            most = chunk if group.kind is AttentionKind.MAMBA else group.most_blocks(whole, step_tokens, size) - hit
+            whole_blocks += max(0, most)
+        return reused_blocks + max(chunk_blocks, whole_blocks) <= self._pool.available_blocks
+
     def allocate(
         self, request: AllocationRequest, match: PrefixMatch | None = None, *, count_lookup: bool = True
     ) -> None:
@@ -309,11 +323,15 @@ class HybridCache:
         sequence, known, hit = self._begin(request)
         size, end = self.block_size, self._first_end(request, hit)
         taken = 0
-        for number, group in enumerate(self.groups):
-            reused = range(group.first_needed(hit * size, size), hit)
-            taken += sum(self._pool.is_free(known[index], number) for index in reused)
+        for number in range(len(self.groups)):
+            taken += self._taken_by_reuse(known, number, hit)
             taken += len(self._new_indices(sequence, number, hit * size, end))
         return taken
+
+    def _taken_by_reuse(self, known: Sequence[Content], number: int, hit: int) -> int:
+        """Available blocks that a group takes to resume after `hit` blocks: those that no sequence holds yet."""
+        first = self.groups[number].first_needed(hit * self.block_size, self.block_size)
+        return sum(self._pool.is_free(known[index], number) for index in range(first, hit))
 
     def _growth(self, sequence: _Sequence, tokens: int) -> int:
         """Available blocks that `_write` takes."""

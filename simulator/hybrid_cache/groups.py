@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvatlas.blocks.kv_cache_groups import AttentionKind
 from kvatlas.errors import InvalidValue
+from kvatlas_simulator.cache.block_table import count_blocks
 
 _KINDS = {
     "full": AttentionKind.FULL,
@@ -59,6 +60,17 @@ class CacheGroup:
             case AttentionKind.MAMBA:
                 return max(0, computed - 1) // block_size  # its state covers everything before it
         return 0
+
+    def most_blocks(self, tokens: int, step_tokens: int, block_size: int) -> int:
+        """The most blocks that full, windowed or chunked attention holds at once while a prompt of this many tokens is
+        computed in steps of at most `step_tokens`."""
+        whole = count_blocks(tokens, block_size)
+        match self.kind:
+            case AttentionKind.SLIDING_WINDOW:  # a window may begin within a block
+                return min(whole, count_blocks(self.tokens - 1 + step_tokens, block_size) + 1)
+            case AttentionKind.CHUNKED_LOCAL:
+                return min(whole, count_blocks(self.tokens + step_tokens, block_size))
+        return whole
 
 
 def parse_groups(texts: Iterable[str]) -> tuple[CacheGroup, ...]:

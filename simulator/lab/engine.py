@@ -9,18 +9,16 @@ admitted while the budget is used up.
 """
 
 import math
-from bisect import bisect_right
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import attrgetter
 
 from kvatlas.errors import InvalidValue
 from kvatlas_simulator.cache.allocation import AllocationRequest
 from kvatlas_simulator.cache.block_hash import Namespace
 from kvatlas_simulator.cache.kv_events import KVEvent
-from kvatlas_simulator.cache.pressure import MemoryPressure
 from kvatlas_simulator.cache.sequence_blocks import PrefixMatch
 from kvatlas_simulator.engine.engine_cache import EngineCache
 from kvatlas_simulator.engine.scheduler import SchedulerLimits
@@ -34,6 +32,7 @@ class EngineRequest:
     """A request in one engine. Times are virtual microseconds; `cached_tokens` None: not scheduled yet."""
 
     __slots__ = (
+        "arrival",
         "cached_tokens",
         "change_at",
         "computed",
@@ -53,8 +52,8 @@ class EngineRequest:
     )
 
     def __init__(self, request: LabRequest, received_tokens: int = 0, priority: int = 0) -> None:
-        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: its place in the
-        engine's queue, lower first; ties by arrival."""
+        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: requests with a lower
+        one begin first and are preempted last; ties by arrival."""
         self.request = request
         self.received_tokens = received_tokens
         self.priority = priority
@@ -71,8 +70,13 @@ class EngineRequest:
         decoding."""
         self.prefilling = True
         self.match: PrefixMatch | None = None
-        self.order = 0
+        self.order = self.arrival = 0
         self.first_token_us = self.finished_us = 0.0
+
+
+def _place(request: EngineRequest) -> tuple[int, int]:
+    """Its place in an engine's queue."""
+    return request.priority, request.arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class VirtualEngine:
         """Computed tokens of all decoding sequences."""
         self._changes: list[tuple[int, int, EngineRequest]] = []
         self._finishes: list[tuple[int, int, EngineRequest]] = []
-        self._admitted = 0
+        self._arrived = self._admitted = 0
         self._began_us = 0.0
         self._steps = 0
         """Number of steps in the current batch; 0: idle."""
@@ -180,7 +184,9 @@ class VirtualEngine:
                 f"request {one.number} of {one.input_tokens} + {one.output_tokens} tokens never fits a cache of "
                 f"{longest} tokens{shared}; expected a larger --cache-tokens"
             )
-        self.waiting.insert(bisect_right(self.waiting, request.priority, key=attrgetter("priority")), request)
+        self._arrived += 1
+        request.arrival = self._arrived
+        insort(self.waiting, request, key=_place)
         if not self._steps:
             self._begin(now_us)
         elif self._steps > 1:
@@ -285,7 +291,7 @@ class VirtualEngine:
                 due.append(sequence)
         for sequence in due:  # in the order of admission
             if sequence.change_at != step:
-                continue  # it was preempted in favor of an older one
+                continue  # it was preempted in favor of another one
             computed = self._computed(sequence)
             if self._write(sequence, computed, computed + 1):
                 self._plan_change(sequence, computed + 1, step)
@@ -303,9 +309,6 @@ class VirtualEngine:
     def _admit_waiting(self) -> None:
         budget = self._limits.max_num_batched_tokens - self._decoders - self._prefill_tokens
         while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
-            # at critical pressure a new sequence would soon be preempted, or cause another one to be
-            if self.running and self.cache.pressure is MemoryPressure.CRITICAL:
-                return
             sequence = self.waiting[0]
             known = self._known_tokens(sequence)
             content = sequence.content[: written_tokens(known, self.block_tokens)]
@@ -316,7 +319,8 @@ class VirtualEngine:
             count = received + min(known - hit_tokens - received, budget)
             chunk = written_tokens(hit_tokens + count, self.block_tokens) - match.hit_tokens
             allocation = AllocationRequest(sequence.sequence_id, content, namespace, first_chunk=chunk)
-            if not self.cache.can_allocate(allocation, match):
+            most_step = written_tokens(self._limits.max_num_batched_tokens, self.block_tokens)
+            if not self.cache.can_admit(allocation, match, most_step):
                 sequence.match = match
                 return
             self.waiting.popleft()
@@ -344,11 +348,12 @@ class VirtualEngine:
         self.prefilled_tokens += new
 
     def _write(self, sequence: EngineRequest, computed: int, until: int) -> bool:
-        """Write tokens to the cache; preempt the youngest running sequence while there are too few blocks. False if this one
-        was preempted."""
+        """Write tokens to the cache; while there are too few blocks, preempt the running sequence with the last place in the
+        queue. False if this one was preempted."""
         start, end = written_tokens(computed, self.block_tokens), written_tokens(until, self.block_tokens)
         while not self.cache.can_extend(sequence.sequence_id, end - start):
-            victim = self.running.pop()
+            victim = max(self.running, key=_place)
+            self.running.remove(victim)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -356,13 +361,14 @@ class VirtualEngine:
         return True
 
     def _preempt(self, sequence: EngineRequest) -> None:
-        """Release a sequence's blocks. It goes to the front of the queue, and recomputes what the cache has lost by then."""
+        """Release a sequence's blocks. It goes back to its place in the queue, and recomputes what the cache has lost by
+        then."""
         self._leave_decoders(sequence)
         self.cache.free(sequence.sequence_id)
         sequence.computed = sequence.received_tokens = 0
         sequence.prefilling = True
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_place)
 
     # ---------------------------------------------------------------- decoding sequences
 

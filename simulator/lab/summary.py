@@ -32,6 +32,7 @@ class Figures:
     ttft_p50_ms: float
     ttft_p90_ms: float
     ttft_p99_ms: float
+    ttft_longest_ms: float
     tpot_mean_ms: float
     tpot_p50_ms: float
     tpot_p90_ms: float
@@ -62,6 +63,7 @@ class Figures:
             percentile(ttfts, 0.5),
             percentile(ttfts, 0.9),
             percentile(ttfts, 0.99),
+            ttfts[-1],
             fmean(tpots),
             percentile(tpots, 0.5),
             percentile(tpots, 0.9),

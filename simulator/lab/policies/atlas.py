@@ -32,6 +32,7 @@ from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.case import Case
 from router_client.decision.policy import RoutingPolicy
 from router_client.learning.fetches import Fetches
+from router_client.learning.output_lengths import OutputLengths
 from router_client.learning.rates import PoolRates
 from router_client.learning.token_counts import Usage
 from router_client.pricing.engine_priority import engine_priority
@@ -59,10 +60,11 @@ _PEER: Mapping[str, Any] = {
 class AtlasSettings:
     """Features that are switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks`
     False: everything that hybrids hold counts as reusable. `replicas`: number of routers, which take requests in turn; unless
-    their bookings are `shared`, each knows only its own bookings and the engines' reports. `true_loads`: each choice sees the
-    current loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines
-    fetch KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `slo`: the effect of
-    the objective; `sheds`: requests that are advised to be shed are refused."""
+    their bookings are `shared`, each knows only its own bookings and the engines' reports. Each learns from its own requests,
+    and once a second from the others'. `true_loads`: each choice sees the current loads and queues; `true_rates`: prices are
+    the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other; `priorities`: their queues
+    are ordered by `engine_priority`, not by arrival. `slo`: the effect of the objective; `sheds`: requests that are advised to
+    be shed are refused."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -82,11 +84,24 @@ class _Clock:
     now_us = 0
 
 
+class _Router:
+    """One router: its bookings, what it has learned, and the fleet as it last read it."""
+
+    pool: Pool
+
+    def __init__(self, name: str, book: MemoryReservations, rates: EngineRates) -> None:
+        self.name = name
+        self.book = book
+        self.rates = PoolRates(EngineProfile(rates))
+        self.lengths = OutputLengths()
+
+
 @dataclass(slots=True)
 class _Open:
     """An open request: its router, when it was chosen, the results, and the duration of a decode step at its first token."""
 
-    router: int
+    router: "_Router"
+    prompt: Prompt
     chosen_us: float
     results: RankedResults
     predicted_wait: bool
@@ -114,14 +129,14 @@ class Atlas(LoadBlind):
         books = [
             MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)
         ]
-        self._books = [books[i % len(books)] for i in range(settings.replicas)]
-        self._rates = PoolRates(EngineProfile(_rates_of(cost) if settings.true_rates else EngineRates()))
+        rates = _rates_of(cost) if settings.true_rates else EngineRates()
+        self._routers = [_Router(f"r{i}", books[i % len(books)], rates) for i in range(settings.replicas)]
         self._open: dict[int, _Open] = {}
         self._turn = 0
         self._metrics = EngineMetrics()
         self._last: RankedResults | None = None
         self._fetches = Fetches(lambda: self._clock.now_us / 1e6)
-        self._pool = Pool.of(self._records(1), None, self._rates.profile, self._fetches)
+        self._read_records(1)
 
     # ---------------------------------------------------------------- choices
 
@@ -129,33 +144,35 @@ class Atlas(LoadBlind):
         self._clock.now_us = round(now_us)
         if self._settings.true_loads:
             self._report_loads(round(now_us))
-        router = self._turn % self._settings.replicas
+        router = self._routers[self._turn % len(self._routers)]
         self._turn += 1
         chain = request.prompt_chain(self._block_tokens)
         scope, tokens = request.identity.scope, request.input_tokens
         prompt = Prompt.of_hashes(scope, chain, self._block_tokens, input_tokens=tokens, slo=_SLO)
+        if self._settings.learning:
+            prompt = replace(prompt, output_tokens=router.lengths.expect(prompt))
         if self._settings.fetches:
             prompt = replace(prompt, fetch_by=_FETCH_BY)
             self._fetches.record_prompt(POOL, chain, self._block_tokens)
-        lookup = finish(look_up_overlap(self._index, prompt, self._pool.looked_up_shapes))
-        case = Case(prompt, self._pool, lookup)
+        lookup = finish(look_up_overlap(self._index, prompt, router.pool.looked_up_shapes))
+        case = Case(prompt, router.pool, lookup)
         quotes = self._policy.quote(case)
         ask = self._policy.ask(case, quotes)
         if self._settings.booking.reservations:
             longest_us = round(self._settings.booking.longest_s * 1e6)
             booking = Booking(
                 request.number.to_bytes(ID_BYTES, "big"),
-                f"r{router}",
+                router.name,
                 request.input_tokens,
                 ask,
                 longest_us,
                 longest_us,
             )
-            evaluation = self._books[router].book_now(POOL, booking)
+            evaluation = router.book.book_now(POOL, booking)
             if evaluation is None:
                 raise RuntimeError(f"booking {request.number} was cancelled")
         else:
-            evaluation = evaluate_without_bookings(ask, self._pool, quotes)
+            evaluation = evaluate_without_bookings(ask, router.pool, quotes)
         results = RankedResults(
             with_source(quotes, evaluation.worker_id, evaluation.source),
             evaluation.by_offer,
@@ -163,10 +180,10 @@ class Atlas(LoadBlind):
             criteria=self._policy.criteria(prompt),
         )
         if self._settings.sheds and advise(results, _SLO, self._router_settings.limits.shed_factor) is Advice.SHED:
-            self._books[router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.CALLED_OFF)
+            router.book.release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.CALLED_OFF)
             return REFUSED
         self._last = results
-        self._open[request.number] = _Open(router, now_us, results, IN_FLIGHT in results[0].cost.kinds)
+        self._open[request.number] = _Open(router, prompt, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
 
     def priority_of(self, request: LabRequest, now_us: float) -> int:
@@ -195,7 +212,7 @@ class Atlas(LoadBlind):
             usage = Usage(sequence.request.input_tokens, 0, sequence.cached_tokens)
             self._fetches.record(POOL, opened.results[0], usage)
         if self._settings.booking.reservations:
-            finish(self._books[opened.router].record_first_token(POOL, number.to_bytes(ID_BYTES, "big")))
+            finish(opened.router.book.record_first_token(POOL, number.to_bytes(ID_BYTES, "big")))
 
     def record_finish(self, sequence: EngineRequest, engine: int) -> None:
         self._clock.now_us = round(sequence.finished_us)
@@ -203,12 +220,14 @@ class Atlas(LoadBlind):
         opened = self._open.pop(request.number)
         self._metrics.record_finish(request.input_tokens)
         if self._settings.booking.reservations:
-            self._books[opened.router].release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
-        chosen = opened.results[0]
+            opened.router.book.release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
+        chosen, router = opened.results[0], opened.router
+        if self._settings.learning:
+            router.lengths.record(opened.prompt, request.output_tokens)
         if not self._learns or chosen.plan is None:
             return
         last = self._last
-        self._rates.add(
+        router.rates.add(
             FinishedRequest(
                 plan=chosen.plan,
                 prompt_tokens=request.input_tokens,
@@ -228,15 +247,17 @@ class Atlas(LoadBlind):
         number = sequence.request.number
         opened = self._open.pop(number)
         if self._settings.booking.reservations:
-            self._books[opened.router].release_now(POOL, number.to_bytes(ID_BYTES, "big"), Outcome.BROKEN)
+            opened.router.book.release_now(POOL, number.to_bytes(ID_BYTES, "big"), Outcome.BROKEN)
 
     def record_loads(self, engines: Sequence[VirtualEngine], now_us: float) -> None:
         self._clock.now_us = round(now_us)
         if self._learns:
-            book = self._books[0]  # evidence is shared, even if bookings are not
-            if unshared := self._rates.take_unshared():
-                finish(book.add_evidence(POOL, unshared))
-            finish(self._rates.update(finish(book.read_evidence(POOL))))
+            book = self._routers[0].book  # evidence is shared, even if bookings are not
+            for router in self._routers:
+                if unshared := router.rates.take_unshared():
+                    finish(book.add_evidence(POOL, unshared))
+            for router in self._routers:
+                finish(router.rates.update(finish(book.read_evidence(POOL))))
         self._report_loads(round(now_us))
 
     @property
@@ -244,8 +265,7 @@ class Atlas(LoadBlind):
         return self._settings.learning and not self._settings.true_rates
 
     def _report_loads(self, now_us: int) -> None:
-        records = self._records(now_us)
-        self._pool = Pool.of(records, None, self._rates.profile, self._fetches)
+        records = self._read_records(now_us)
         reports = {
             id: WorkerReport(
                 record.incarnation,
@@ -254,8 +274,15 @@ class Atlas(LoadBlind):
             for id, record in records.items()
             if record.load is not None
         }
-        for book in {id(one): one for one in self._books}.values():
+        for book in {id(one.book): one.book for one in self._routers}.values():
             book.report_now(POOL, reports)
+
+    def _read_records(self, now_us: int) -> Mapping[str, FleetRecord]:
+        """The current fleet records, which every router has read."""
+        records = self._records(now_us)
+        for router in self._routers:
+            router.pool = Pool.of(records, None, router.rates.profile, self._fetches)
+        return records
 
     def _records(self, now_us: int) -> Mapping[str, FleetRecord]:
         """The current fleet records."""

@@ -75,7 +75,8 @@ async def prepared(store: Store, clock: Clock) -> tuple[RedisReservations, Memor
 
 @pytest.mark.parametrize("spread", ["idle", "equal", "independent", "balanced"])
 async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spread: str) -> None:
-    """Even if most are equal, or all cost nearly the same although their loads differ."""
+    """Even if most are equal, all cost nearly the same although their loads differ, or they miss an objective that has a
+    price."""
     rng = random.Random(spread)
 
     def load() -> Load:
@@ -102,7 +103,8 @@ async def test_of_hundreds_the_cheapest_is_found(store: Store, clock: Clock, spr
             LookAlikes(OTHERS, offer("", prices=prices, interference=interference, extra_us=20_000.0)),
         ]
         named = offer("w0007", prices=prices, interference=interference, extra_us=-5_000.0)
-        asked = Ask([named], look_alikes=look_alikes, ring=rng.randrange(RING))
+        limits = rng.choice([None, Limits([Limit()], 1_000, rng.choice([1.0, 200_000.0]), 100_000.0, 2.5)])
+        asked = Ask([named], limits=limits, look_alikes=look_alikes, ring=rng.randrange(RING))
         booking = Booking(id_of(number), "r", rng.choice([100, 8_192]), asked, LEASE_US, LONGEST_US)
         in_store, in_process, every = stores
         model = await every.evaluate(POOL, asked)

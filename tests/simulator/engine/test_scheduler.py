@@ -79,14 +79,17 @@ def test_the_youngest_sequence_is_preempted_and_still_gets_its_complete_answer()
     assert tight.cache.available_blocks == 9
 
 
-def test_no_sequence_is_admitted_at_critical_pressure_while_others_run() -> None:
-    engine = make_engine(20)
-    engine.submit(make_request("big", 76, max_tokens=3))
+@pytest.mark.parametrize(("prompt_tokens", "is_begun"), [(12, True), (16, False)])
+def test_a_prompt_is_begun_only_if_all_of_it_fits(prompt_tokens: int, is_begun: bool) -> None:
+    engine = make_engine(20, limits=SchedulerLimits(max_num_batched_tokens=8))
+    engine.submit(make_request("long", 64, max_tokens=9))
+    while not engine.step(0.0).tokens:
+        pass
+    engine.step(0.0)  # now 3 of 20 blocks are left: a chunk of 7 tokens fits in any case
+    engine.submit(make_request("next", prompt_tokens, max_tokens=2, start=200))
     engine.step(0.0)
-    engine.submit(make_request("small", 2, start=200))
-    engine.step(0.0)
-    assert (engine.load.running, engine.load.waiting) == (1, 1)
-    assert answer_of(run_to_end(engine), "small")
+    assert engine.load.waiting == (not is_begun)
+    assert len(answer_of(run_to_end(engine), "next")) == 2
 
 
 @settings(max_examples=60, deadline=None)
