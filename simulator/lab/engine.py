@@ -130,6 +130,11 @@ class VirtualEngine:
         return self.cache.num_blocks * self.block_tokens
 
     @property
+    def request_slots(self) -> int:
+        """Number of requests that may run at once."""
+        return self._limits.max_num_seqs
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens in blocks that sequences hold."""
         return (self.cache.num_blocks - self.cache.available_blocks) * self.block_tokens

@@ -252,7 +252,7 @@ async def test_requests_wait_for_room_and_too_many_are_refused(
 
 async def test_an_answer_says_how_its_request_waited(envoy: EnvoyProcess, store: Store, valkey_url: str) -> None:
     slots = {"active_request_slots": 1, "total_request_slots": 1}
-    full = {"running_decodes": 1, "forward_pass": slots}
+    full: dict[str, Any] = {"running_decodes": 1, "forward_pass": slots}
     async with (
         running_gateway(envoy, store, {"w1": {}}, {"w1": full}) as gateway,
         running_picker(valkey_url, port=envoy.ports.picker, queue_requests=1, queue_wait_s=60),
