@@ -52,8 +52,8 @@ class EngineRequest:
     )
 
     def __init__(self, request: LabRequest, received_tokens: int = 0, priority: int = 0) -> None:
-        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: requests with a lower
-        one begin first and are preempted last; ties by arrival."""
+        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: requests with a
+        lower one begin first and are preempted last; ties by arrival."""
         self.request = request
         self.received_tokens = received_tokens
         self.priority = priority
@@ -132,6 +132,11 @@ class VirtualEngine:
     def capacity_tokens(self) -> int:
         """Slots of all blocks; a hybrid's groups share them."""
         return self.cache.num_blocks * self.block_tokens
+
+    @property
+    def request_slots(self) -> int:
+        """Number of requests that may run at once."""
+        return self._limits.max_num_seqs
 
     @property
     def kv_tokens(self) -> int:
