@@ -1,4 +1,4 @@
-"""Deletes the function libraries of versions that no process runs any more. Only the owner of partition 0 does so."""
+"""Deletes the function libraries of versions that no process runs any more. Only the owner of partition 0 does this."""
 
 import logging
 from time import monotonic
@@ -44,7 +44,7 @@ class LibraryExpiry:
                 log.warning("unused function libraries were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self, now_s: float) -> None:
-        """Delete libraries that have had no mark for UNUSED_S, as far as this replica knows."""
+        """Delete libraries that have not been marked as used for UNUSED_S, as far as this replica knows."""
         if PARTITION not in self._owned.partitions:
             self._unmarked_since_s = {}
             return

@@ -1,4 +1,4 @@
-"""Deletes unused scopes (tenants and adapters come and go). The owner of partition 0 does it for the whole index."""
+"""Deletes unused scopes (tenants and adapters come and go). The owner of partition 0 does this for the whole index."""
 
 import logging
 
@@ -44,6 +44,6 @@ class ScopeExpiry:
                 log.warning("unused scopes were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self) -> None:
-        """Delete the scopes that are unused now."""
+        """Delete the scopes that are currently unused."""
         while PARTITION in self._owned.partitions and (deleted := await self._index.forget_scopes(self._unused_s)):
             self._counters.scopes_forgotten += deleted
