@@ -29,9 +29,10 @@ from kvatlas_indexer.counters import IndexerCounters
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""Limits of one batch handed to the index, which cuts it into calls that occupy the store for a few milliseconds each."""
+"""Limits of one batch that is handed to the index, which cuts it into calls that occupy the store for a few milliseconds
+each."""
 LARGE_BYTES = 8 * 1024
-"""Queue size from which a partition counts as large: about 1,000 blocks, that is two or three calls."""
+"""Size from which a queue counts as large: about 1,000 blocks, which take two or three calls."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -65,7 +66,7 @@ class Applier:
         self._errors = RateLimitedLog(log, f"shard {shard}: ")
         self._small, self._large = Wakeup(), Wakeup()
         self.wake: Callable[[], None] = self._small.wake
-        """Call it when an empty queue gets a message."""
+        """To be called when a message enters an empty queue."""
 
     def attach(self, queue: PartitionQueue) -> None:
         self._queues.append(queue)

@@ -23,7 +23,7 @@ from kvatlas_indexer.indexer_process import Replica
 
 SAMPLE_S = 10.0
 LOOK_S = 0.5
-"""Maximum delay of a sample after the partitions change, for example when a replica starts and gets its first ones."""
+"""Maximum delay of a sample after the partitions have changed, for example when a replica starts and gets its first ones."""
 MAX_MODELS = 20
 OTHER_MODELS = "(other)"
 

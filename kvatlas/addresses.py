@@ -13,7 +13,7 @@ Ip = IPv4Address | IPv6Address
 METADATA = frozenset(
     ip_address(text) for text in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192")
 )
-"""Metadata services, which hand out a machine's credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
+"""Metadata services, which give out a machine's credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
 _SHARED = ip_network("100.64.0.0/10")
 """Shared address space (RFC 6598). Some clouds put pods there, and `is_private` does not include it."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}

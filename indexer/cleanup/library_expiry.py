@@ -13,10 +13,10 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 6 * MARK_EVERY_S
-"""How long a library must have had no mark: a store that lost its data has no marks until processes set them again."""
+"""How long a library must have been unmarked: a store that lost its data has no marks until processes set them again."""
 CHECK_EVERY_S = MARK_EVERY_S
 PARTITION = 0
-"""The owner of this partition does the check."""
+"""The owner of this partition does the checking."""
 
 log = logging.getLogger("kvatlas.indexer")
 

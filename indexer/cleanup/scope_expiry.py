@@ -11,11 +11,11 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 600.0
-"""Far longer than any call to the store: scopes of a message that is being applied were registered at most a second or so
-ago."""
+"""Far longer than any call to the store: the scopes of a message that is being applied were registered a second or so ago at
+most."""
 CHECK_EVERY_S = 60.0
 PARTITION = 0
-"""The owner of this partition does the check."""
+"""The owner of this partition does the checking."""
 
 log = logging.getLogger("kvatlas.indexer")
 

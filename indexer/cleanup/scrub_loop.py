@@ -18,9 +18,9 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
-"""Entries per call: about a millisecond of the store's time."""
+"""Entries per call, which take about a millisecond of the store's time."""
 PAUSE_S = 0.02
-"""With the budget: 25,000 entries per second, at most a twentieth of the store's time."""
+"""Together with the budget, this allows 25,000 entries per second: at most a twentieth of the store's time."""
 CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.indexer")

@@ -13,11 +13,12 @@ from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Hear
 LOST_AFTER_S = 5.0
 RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
-"""Workers that fell silent within this time of each other count as silent at the same time."""
+"""Workers that fell silent within this many seconds of each other count as silent at the same time."""
 FEWEST_AT_ONCE = 3
-"""A smaller number of workers is retired even if it is most of the fleet: a mistake costs at most two snapshots."""
+"""A smaller number of workers is retired even if it is most of the fleet, because a mistake then costs at most two
+snapshots."""
 BLIND_FOR_S = 600.0
-"""After this long without a heartbeat a worker is retired in any case: the fleet must have been switched off."""
+"""After this long without a heartbeat, a worker is retired in any case, because the fleet must have been switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class FailureDetector:
         self._unheard_since_s: dict[str, float] = {}
         self._notes: dict[str, _Notes] = {}
         self.lost = 0
-        """Workers lost so far; one that comes back may be lost again."""
+        """Number of workers lost so far; a worker that comes back may be lost again."""
         self.held_back = 0
-        """Retirements held back in the last round, because most of the fleet fell silent."""
+        """Number of retirements that the last round held back because most of the fleet had fallen silent."""
 
     def record_pulse(self, worker_id: str, now_s: float) -> None:
         """Record that a worker of the fleet was heard from; another replica may own it."""

@@ -31,11 +31,11 @@ WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
 """Minimum pause between two urgent rounds."""
 PAUSED_S = 4.0
-"""A longer gap means that this process stood still. Longer than the time between two rounds, and shorter than the silence that
-a worker is allowed."""
+"""A longer gap means that this process stood still. It is longer than the time between two rounds, and shorter than the silence
+that a worker is allowed."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""Time within which a fleet record that no replica judges is found. A paused replica may have written it after the worker was
+"""Time within which a fleet record is found that no replica judges. A paused replica may have written it after the worker was
 retired, or a failover of the store may have brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")

@@ -16,8 +16,8 @@ LONGEST_PATIENCE_S = 16.0
 OOM_PATIENCE_S = 5.0
 FORGET_INCARNATION_S = 60.0
 OTHERS_ONLY_S = 5.0
-"""An incarnation is forgotten if only other incarnations of its worker were heard from for this long. This detects a publisher
-that lost its state while its clock was set back: it reports a lower incarnation than the record's."""
+"""An incarnation is forgotten if, for this long, only other incarnations of its worker were heard from. This detects a
+publisher that lost its state while its clock was set back: it reports a lower incarnation than the record does."""
 
 
 class Doubt(StrEnum):

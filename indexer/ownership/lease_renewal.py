@@ -58,7 +58,7 @@ class Membership:
         self._held_until_s = 0.0
         self._acquiring = False
         self._lost_members: list[str] = []
-        """Members that the store has lost; they still count for the duration of a lease."""
+        """Members that the store has lost; they keep counting for the duration of a lease."""
         self._lost_members_until_s = 0.0
 
     @property

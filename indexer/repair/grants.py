@@ -33,7 +33,7 @@ class GrantBudget:
         self._limit_bytes = limit_bytes
         self._grants: dict[str, _Grant] = {}
         self._lapsed: dict[str, float] = {}
-        """By worker whose grant ran out: the time until which others go first."""
+        """For each worker whose grant ran out: the time until which others go first."""
         self._others_wait_until_s = 0.0
 
     @property

@@ -27,9 +27,9 @@ from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 LEFT_OUT_S = 600.0
-"""Pause before a snapshot is requested from a worker that had more blocks than it is allowed."""
+"""Pause before a snapshot is requested from a worker that had more blocks than it is allowed to have."""
 ROOM_FRACTION = 0.1
-"""Share of the memory that must be free before snapshots are requested of workers that the store had no memory for."""
+"""Share of the memory that must be free before snapshots are requested from workers for which the store had no memory."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -64,13 +64,13 @@ class RepairLoop:
         self._inbox = client.new_inbox()
         self._log = RateLimitedLog(log)
         self._left_out: dict[str, float] = {}
-        """Workers that had too many blocks, and when a snapshot is requested again."""
+        """Workers that had too many blocks, and when a snapshot of each is requested again."""
         self.evicting: set[int] = set()
         """The owned shards whose store evicts keys."""
         self.out_of_memory: set[int] = set()
         """The owned shards whose store is out of memory."""
         self.without_room = 0
-        """Workers of the owned shards that the store had no memory for."""
+        """Number of workers of the owned shards for which the store had no memory."""
 
     async def run(self) -> None:
         """Run until cancelled. After an error from NATS or the store, the next round begins as usual."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
 ANSWER_S = 0.25
-"""A request waits this long for the answer; if none comes, the engine computes what it would have fetched."""
+"""How long a request waits for the answer. If none comes, the engine computes what it would have fetched."""
 AGAIN_S = 10.0
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ class NameInEngine:
 
 
 BlockName: TypeAlias = int | BlockKey | NameInEngine
-"""An integer is a sequence hash."""
+"""An integer is taken to be a sequence hash."""
 
 
 def sequence_hash_of(key: BlockKey) -> int | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 from kvatlas.blocks.tiers import Tier
 
 TierBytes = tuple[tuple[Tier, int], ...]
-"""Bytes of KV cache per block in single tiers other than the device's, in the tiers' order."""
+"""Bytes of KV cache per block in individual tiers other than the device's, in the order of the tiers."""
 
 
 class BlockSizes(NamedTuple):

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import SEED, chain_of_local_hashes
 
 ROOT = "root"
-"""Stands for the parent of a first block that has no session."""
+"""Stands for the parent of a first block that belongs to no session."""
 MIN_HASH, MAX_HASH = -(1 << 63), (1 << 64) - 1
 
 _OWN_TEXT = re.compile(r"[0-9A-Fa-f]{16}")

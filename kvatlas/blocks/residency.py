@@ -71,10 +71,10 @@ def residency_order(residency: Residency) -> tuple[int, str, Tier]:
 
 
 WorkerRuns = tuple[tuple[int, int], ...]
-"""(length in looked-up blocks, flags byte) of each run."""
+"""(number of blocks looked up, flags byte) for each run."""
 
 HOLDER_ENTRY_BYTES = 4
-"""A holders value is entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
+"""A holders value consists of entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
 
 
 class ShardRuns(NamedTuple):

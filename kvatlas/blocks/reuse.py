@@ -94,7 +94,7 @@ class CacheReading:
 
 
 ALL_READABLE = CacheReading()
-"""For a request that sets no limit."""
+"""The reading of a request that sets no limits."""
 
 
 @cache

@@ -50,8 +50,8 @@ class PoisonMessage(KvatlasError):
 
 
 CHECKS_REMEMBERED = 10_000
-"""Maximum number of checked subjects, and of checked scopes, that are remembered; beyond it, all are forgotten and checked
-again."""
+"""Maximum number of checked subjects, and of checked scopes, that are remembered. Above this number, all of them are forgotten
+and checked again."""
 
 
 class Admission:

@@ -30,11 +30,12 @@ from kvatlas.errors import KvatlasError
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024
-"""More than the largest message with its subject and headers, which would otherwise never be delivered."""
+"""More than the size of the largest message with its subject and headers, because such a message would otherwise never be
+delivered."""
 PULL_EXPIRES_S = 30
 IDLE_HEARTBEAT_S = 2
 SILENCE_S = 5.0
-"""A consumer that has sent nothing for this long, with requests outstanding, is gone."""
+"""A consumer is gone if it has sent nothing for this long while requests were outstanding."""
 INACTIVE_THRESHOLD_S = 30
 WATCH_S = 0.5
 CLOSE_DEADLINE_S = 1.0

@@ -6,8 +6,8 @@ from enum import Enum, auto
 from nats.aio.msg import Msg
 
 ACK_TOKENS = 9
-"""`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`. With a domain and an account hash
-there are two more tokens before the stream, and a random one may follow at the end."""
+"""`$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>`. If there are a domain and an account
+hash, they are two more tokens before the stream, and a random token may follow at the end."""
 
 
 @dataclass(frozen=True, slots=True)

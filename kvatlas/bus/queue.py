@@ -16,7 +16,7 @@ from kvatlas.bus.wire import TS_US, WORKER_ID, RawMessage
 QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024
 EVERY_PARTITION = -1
-"""The partition number of a queue for the messages of all partitions."""
+"""The partition number of a queue that holds the messages of all partitions."""
 
 Headers = Mapping[str, str]
 

@@ -18,9 +18,9 @@ from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.errors import KvatlasError, Unreachable
 
 _TEMPORARILY_UNAVAILABLE = 10008
-"""JetStream's error code while its servers elect a leader."""
+"""JetStream's error code while its servers are electing a leader."""
 _NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
-"""JetStream's codes for a stream larger than the storage left, and the kind of storage."""
+"""JetStream's codes for a stream that is larger than the storage that is left, and the kind of storage."""
 
 
 FLEET_METADATA = "kvatlas_fleet"

@@ -53,7 +53,7 @@ from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
 BLOCK_SIZE, BLOCK_BYTES, CHAIN, TIER_BYTES = 4, 5, 6, 7
-"""Indexes of a scope entry's fields after the four names. The last two are present only if they are needed."""
+"""Indexes of a scope entry's fields after the four names. The last two are present only if needed."""
 CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, RESERVED = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
@@ -86,8 +86,8 @@ _OF_MARKS = frozenset((MARKED, UNMARKED, HEADS))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
-"""A decoded and checked message as the wire's own arrays (the indexer builds no objects). Read it with the indexes
-above."""
+"""A decoded and checked message, as the arrays that came over the wire (the indexer builds no objects). Read it with the
+indexes above."""
 
 
 def encode(message: Message) -> bytes:
