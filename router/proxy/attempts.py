@@ -11,7 +11,8 @@ from kvatlas_router.upstream.engine_answer import EngineHangs, StreamedAnswer, W
 
 @dataclass(frozen=True, slots=True)
 class StalledAnswer:
-    """An answer whose engine stalls: its client gets the rest of it unless another worker continues it."""
+    """An answer whose engine is stalled. The client gets the rest from that engine unless another worker continues the
+    answer."""
 
     choice: Booked
     answer: StreamedAnswer
@@ -23,10 +24,10 @@ class Attempts:
     """One request in a pool, and the outcome of its attempts so far.
 
     `refused`: the last unsuccessful answer, with its header. `doubted`: a worker whose refusal may be the request's own fault,
-    and its status. `free`: the last attempt reached no engine, so the next one needs no budget. `paid`: the budget has already
-    allowed the next attempt. `apart`: two workers may compute prompt and answer. `read`: the prompt of the next attempt.
-    `begun`: the client has a part of an answer. `stalled`: that answer, while another worker is sought for the rest.
-    `leave_at`: from this time of the monotonic clock on, an answer may leave a stalled engine.
+    and the status of that refusal. `free`: the last attempt reached no engine, so the next one needs no budget. `paid`: the
+    budget has already allowed the next attempt. `apart`: prompt and answer may be computed by two workers. `read`: the prompt
+    of the next attempt. `begun`: the client has part of an answer. `stalled`: that answer, while another worker is sought for
+    the rest. `leave_at`: from this time of the monotonic clock on, an answer may leave a stalled engine.
     """
 
     request: ClientRequest

@@ -1,4 +1,4 @@
-"""Selects the headers forwarded to engines and back, and builds the decision header."""
+"""Selects the headers that are forwarded to engines and back, and builds the decision header."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,8 +58,9 @@ _OUR_PREFIX = b"x-kvatlas-"
 def for_engine(
     headers: Iterable[tuple[bytes, bytes]], added: Mapping[str, str], *, credentials: bool, of_tenant: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's. `of_tenant`:
-    leave out what tenants' clients may not say. What only routers read (hints, a tenant) reaches no engine.
+    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's credentials.
+    `of_tenant`: leave out what tenants' clients may not say. Headers that only routers read (hints, a tenant) never reach an
+    engine.
 
     Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
     """
@@ -80,7 +81,7 @@ def for_engine(
 
 
 def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers, with any JSON content type in the spelling that every engine knows."""
+    """The headers, with any JSON content type spelled in the way that every engine knows."""
     return [
         (name, _JSON) if name == b"content-type" and _JSON_TYPE.fullmatch(value.partition(b";")[0]) else (name, value)
         for name, value in headers
@@ -88,22 +89,22 @@ def plain_json_type(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def for_client(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's headers for the client; the sender sets the length. An engine may neither speak for the router nor set
-    cookies for the router's address, which all engines share."""
+    """The headers of an engine's answer for the client; the sender sets the length. An engine may neither speak for the
+    router nor set cookies for the router's address, which all engines share."""
     listed = [(name.lower(), value) for name, value in headers]
     left_out = _ANSWER_OWN | _named_by_connection(listed)
     return [one for one in listed if one[0] not in left_out and not one[0].startswith(_OUR_PREFIX)]
 
 
 def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
-    """The decision as one header: a structured field (RFC 9651), the worker with parameters.
+    """The decision as one header. It is a structured field (RFC 9651): the worker, with parameters.
 
     `prefill`: a separate worker that computes the prompt, if any. `cached`: tokens that the engine computing the prompt should
-    find cached; `fetched`: how many of these it should fetch from the worker `source`; `unconfirmed`: how many of these no
-    event has confirmed, absent if none. `prompt`: the prompt's tokens; if unknown, `untokenized` gives the reason instead
-    (`media`: only the tokens before the first image are known). `attempt`: 1 for the first worker tried. `by`: the basis of the
-    choice; `open`: what did not answer in time for it, absent if everything did. `cost-us`: the expected cost; `ttft-us`: its
-    part up to the first token. `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
+    find cached; `fetched`: how many of these it should fetch from the worker `source`; `unconfirmed`: how many of these have
+    not been confirmed by any event, absent if none. `prompt`: the number of prompt tokens; if unknown, `untokenized` gives the
+    reason instead (`media`: only the tokens before the first image are known). `attempt`: 1 for the first worker tried. `by`:
+    the basis of the choice; `open`: which parts did not answer in time for it, absent if all did. `cost-us`: the expected cost;
+    `ttft-us`: its part up to the first token. `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]
