@@ -1,4 +1,4 @@
-"""A cache of prompts' hash chains, so that a growing conversation hashes only its new blocks.
+"""A cache of prompts' hash chains, so that only the new blocks of a growing conversation are hashed.
 
 A prompt's packed tokens are digested piece by piece, in a tenth of the time that the chain itself takes. The digest of all
 tokens up to the end of a piece is the key of the piece's hashes, so prompts with a common start share pieces.
@@ -14,14 +14,14 @@ from xxhash import xxh3_128
 from kvatlas.blocks.hashing import HASH_BYTES, extend_chain, lookahead_chain, pack_tokens
 
 PIECE_BLOCKS = 32
-"""A continued conversation hashes at most this many of its old blocks again."""
+"""When a conversation continues, at most this many of its old blocks are hashed again."""
 
 MOST_BLOCKS = 1 << 20
 _TOKEN_BYTES = 4
 
 
 class ChainCache:
-    """Holds a limited number of blocks; the least recently used piece is dropped first. Not thread-safe."""
+    """Holds a limited number of blocks; the least recently used pieces are dropped first. Not thread-safe."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self.hashed_blocks = 0
@@ -30,7 +30,7 @@ class ChainCache:
         self._pieces: OrderedDict[tuple[int, int, bytes], bytes] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks in the cache."""
+        """Number of blocks in the cache."""
         return len(self._pieces) * PIECE_BLOCKS
 
     def chain(

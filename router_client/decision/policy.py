@@ -1,7 +1,7 @@
 """A router's policy: which workers may get a prompt, surcharges on their costs, and the limits that results are checked
 against.
 
-Pure, and the same on every router with the same settings; only a followed policy may have state.
+Pure, and the same on all routers with the same settings. Only a followed policy may have state.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ from router_client.prompt_chain import PromptChain
 from router_client.settings import RouterSettings, SloMode
 
 PREFIX_TOKENS = 1_024
-"""Without load and index, prompts that share this many first tokens go to the same worker."""
+"""If neither load nor index is available, prompts that share this many first tokens go to the same worker."""
 
 
 class RoutingPolicy:
@@ -47,13 +47,13 @@ class RoutingPolicy:
         return pool
 
     def quote(self, case: Case) -> list[Quote]:
-        """Every candidate's cost without load, surcharges included, in tie-breaking order."""
+        """The cost of every candidate without load, including surcharges, in tie-breaking order."""
         fingerprint = case.lookup.fingerprint + self._seed
         quotes = quote_candidates(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint)
         return self._add_surcharges(case.prompt, quotes, fingerprint)
 
     def names_all(self, prompt: Prompt) -> bool:
-        """True if every candidate has to be priced here: to draw among them, or to follow a policy."""
+        """True if every candidate has to be priced here, either to draw one of them or to follow a policy."""
         return bool(self._settings.temperature) or self._followed(prompt) is not None
 
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
@@ -80,17 +80,18 @@ class RoutingPolicy:
         return quote_lookup(prompt, pool, self._seed, home=home, session_us=session_us, explain_all=explain_all)
 
     def ask_lookup(self, prompt: Prompt, quotes: LookupQuotes) -> Ask:
-        """Build an ask with a lookup: the store finds the cheapest worker, by what each holds and its load."""
+        """Build an ask with a lookup: the store finds the cheapest worker, given what each one holds and its load."""
         return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
-        """Quotes of prefill and decode workers."""
+        """Quotes for prefill and decode workers."""
         fingerprint, least = case.lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
         pairs = quote_pairs(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint, least_new_tokens=least)
         return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
 
     def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
-        """Build the booking's ask for the cheapest of these under load. Raises InvalidValue for a bad token id."""
+        """Build the ask that books whichever of these is cheapest under load. Raises InvalidValue for an invalid token
+        id."""
         pool = case.pool
         return build_ask(
             case.prompt,
@@ -159,8 +160,8 @@ class RoutingPolicy:
         return session_worker(prompt.session_id, sorted(pool.candidate_of))
 
     def choose_by_prefix(self, case: Case, quotes: Sequence[Quote]) -> int:
-        """The number of the quote chosen by a hash of the prompt's start, so that prompts with equal starts share a
-        cache."""
+        """The position of the quote that is chosen by a hash of the prompt's start, so that prompts with the same start
+        share a cache."""
         lookup = case.lookup
         size = min(lookup.chains, default=0)
         prefix = lookup.chains[size].prefix_hash(max(1, PREFIX_TOKENS // size)) if size else lookup.fingerprint
