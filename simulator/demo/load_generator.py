@@ -21,8 +21,8 @@ KEEPALIVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request, as its client sees it. Token counts are for the prompt; `refused`: attempts that engines
-    refused."""
+    """One finished request, as seen by its client. Token counts are for the prompt; `refused`: number of attempts that
+    engines refused."""
 
     worker_id: str
     ttft_ms: float
@@ -96,7 +96,7 @@ async def _run_session(
 
 
 async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[Outcome, Sequence[int]]:
-    """Send one turn, and repeat it after every refusal. Returns the outcome and the answer's tokens."""
+    """Send one turn, and send it again after every refusal. Returns the outcome and the answer's tokens."""
     refused = 0
     began = perf_counter()
     while not isinstance(answer := await _post_completion(client, turn, model), _Answer):

@@ -1,11 +1,12 @@
-"""Loads as publishers read them: vLLM's metrics show running and waiting requests, and the blocks in use."""
+"""Loads as read by publishers: vLLM's metrics show running and waiting requests, and the blocks in use."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
 from kvatlas_simulator.lab.engine import VirtualEngine
 
 
 class EngineMetrics:
-    """Metrics of one fleet. They show no queued tokens: a waiting request counts as many tokens as the mean finished prompt."""
+    """The metrics of one fleet. They don't show queued tokens: a waiting request counts as many tokens as the mean finished
+    prompt."""
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompts = 0

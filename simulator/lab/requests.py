@@ -1,4 +1,4 @@
-"""A request as the lab replays it: sizes, an arrival, and an id for each block's content."""
+"""A request as replayed in the lab: its sizes, its arrival, and an id for each block's content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ DEFAULT_IDENTITY = Identity()
 
 @dataclass(frozen=True, slots=True)
 class LabRequest:
-    """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids are equal
-    tokens. `session`: the same for all requests of a conversation."""
+    """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids stand for
+    equal tokens. `session`: the same for all requests of a conversation."""
 
     number: int
     arrival_us: float
@@ -81,7 +81,7 @@ def _chain(contents: tuple[int, ...]) -> bytes:
 
 
 def written(contents: Sequence[int]) -> list[int]:
-    """The cache's tokens of full blocks with these contents."""
+    """The cache's tokens for full blocks with these contents."""
     return [token for content in contents for token in (content, FULL)]
 
 

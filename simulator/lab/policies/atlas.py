@@ -57,12 +57,12 @@ _PEER: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AtlasSettings:
-    """Features that are switched on. `events` False: the engines publish none, and what they hold is only predicted. `marks`
-    False: everything that hybrids hold counts as reusable. `replicas`: number of routers, which take requests in turn; unless
-    their bookings are `shared`, each knows only its own bookings and the engines' reports. `true_loads`: each choice sees the
-    current loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`: engines
-    fetch KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `slo`: the effect of
-    the objective; `sheds`: requests that are advised to be shed are refused."""
+    """Features that are switched on. `events` False: the engines publish no events, so what they hold is only predicted.
+    `marks` False: everything that hybrids hold counts as reusable. `replicas`: number of routers, which take requests in turn;
+    unless their bookings are `shared`, each knows only its own bookings and the engines' reports. `true_loads`: each choice
+    sees the current loads and queues; `true_rates`: prices are the engines' step costs, and nothing is learned. `fetches`:
+    engines fetch KV from each other; `priorities`: their queues are ordered by `engine_priority`, not by arrival. `slo`: the
+    effect of the objective; `sheds`: requests that are advised to be shed are refused."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -84,7 +84,8 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: its router, when it was chosen, the results, and the duration of a decode step at its first token."""
+    """An open request: its router, when it was chosen, the results, and the duration of a decode step at the time of its
+    first token."""
 
     router: int
     chosen_us: float
@@ -99,7 +100,7 @@ class Atlas(LoadBlind):
     def __init__(
         self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings
     ) -> None:
-        """`cost`: for the times between tokens, which a client would measure."""
+        """`cost`: needed for the times between tokens, which a client would measure."""
         self._engines = engines
         held = index if settings.events else MemoryIndex()
         self._index = held if settings.marks else ResidencyOnly(held)
