@@ -23,7 +23,7 @@ from kvatlas_simulator.lab.policies.protocol import REFUSED, WAITS
 from kvatlas_simulator.lab.requests import LabRequest, Workload, written_tokens
 
 REPORT_US = 1e6
-"""Engines' loads are read each second, like heartbeats."""
+"""Engines' loads are read every second, like heartbeats."""
 SHIFT_US = 3e6
 START_US = 1e6
 """Earliest virtual time of the first arrival: a load sampled at 0 would count as never sampled."""
@@ -44,8 +44,8 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The fleet, and how its events travel. `cache_tokens`: size of each engine's GPU cache; `cpu_tokens`: of its host
-    tier; `layout`: of both. `dynamo_python`: the Python that policy dynamo runs."""
+    """The fleet, and how its events travel. `cache_tokens`: the size of each engine's GPU cache; `cpu_tokens`: that of
+    its host tier; `layout`: the layout of both. `dynamo_python`: the Python that the policy dynamo runs."""
 
     workers: int = 16
     cache_tokens: int = 500_000
@@ -82,7 +82,7 @@ class Served:
 
     @classmethod
     def of(cls, sequence: EngineRequest, arrived_us: float) -> "Served":
-        """A finished request, by the clock of `arrived_us`."""
+        """A finished request, with times on the clock of `arrived_us`."""
         request, after_first = sequence.request, sequence.request.output_tokens - 1
         return cls(
             request.number,
@@ -103,7 +103,7 @@ class Outcome:
     served: Sequence[Served]
     refused: Sequence[int]
     span_us: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     prefilled_tokens: Sequence[int]
     busy_us: Sequence[float]
     preemptions: int
@@ -338,7 +338,7 @@ class _Replay:
     def _advance(self, number: int, ends_us: float) -> None:
         engine = self._engines[number]
         if engine.ends_us != ends_us:
-            return  # a request arrived meanwhile and cut the step short
+            return  # a request has arrived in the meantime and cut the step short
         done = engine.advance()
         self._publish(number, done.events, done.ended_us)
         for sequence in done.first_tokens:
@@ -365,7 +365,7 @@ class _Replay:
             self._at(now_us + self._settings.event_delay_us, lambda: self._policy.record_events(number, events))
 
     def _wake(self, number: int) -> None:
-        """Advance the engine when its step ends."""
+        """Advance the engine once its step ends."""
         ends_us = self._engines[number].ends_us
         self._at(ends_us, lambda: self._advance(number, ends_us))
 

@@ -1,4 +1,4 @@
-"""A request as the lab replays it: sizes, an arrival, and an id for each block's content."""
+"""A request as replayed in the lab: its sizes, its arrival, and an id for each block's content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def _chain(contents: tuple[int, ...]) -> bytes:
 
 
 def written(contents: Sequence[int]) -> list[int]:
-    """The cache's tokens of full blocks with these contents."""
+    """The cache's tokens for full blocks with these contents."""
     return [token for content in contents for token in (content, FULL)]
 
 

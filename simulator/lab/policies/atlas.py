@@ -114,7 +114,8 @@ class _Router:
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: its router, when it was chosen, the results, and the duration of a decode step at its first token."""
+    """An open request: its router, when it was chosen, the results, and the duration of a decode step at the time of its
+    first token."""
 
     router: "_Router"
     prompt: Prompt
@@ -130,7 +131,7 @@ class Atlas(LoadBlind):
     def __init__(
         self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings
     ) -> None:
-        """`cost`: for the times between tokens, which a client would measure."""
+        """`cost`: needed for the times between tokens, which a client would measure."""
         self._engines = engines
         held = index if settings.events else MemoryIndex()
         self._index = held if settings.marks else ResidencyOnly(held)

@@ -25,8 +25,8 @@ from router_client.settings import BookingSettings, SloMode
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The fleet that a policy is created for. `index`: filled by events, if the policy uses them. `dynamo_python`: a Python
-    with Dynamo."""
+    """The fleet for which a policy is created. `index`: filled by events, if the policy uses them. `dynamo_python`: a
+    Python that has Dynamo."""
 
     engines: Sequence[VirtualEngine]
     index: MemoryIndex

@@ -38,7 +38,7 @@ class Policy(Protocol):
         """The KV that the chosen engine should fetch for this request."""
 
     def priority_of(self, request: LabRequest, now_us: float) -> int:
-        """The request's priority in the chosen engine's queue, lower first."""
+        """The request's priority in the chosen engine's queue; lower values come first."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """Record the first token of a request that was sent to this engine."""
@@ -98,7 +98,7 @@ class LoadBlind:
 
 
 class OpenRequests(LoadBlind):
-    """Counts the open requests of each engine, as a gateway knows them."""
+    """Counts the open requests of each engine, as a gateway would."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         self.engines = engines
