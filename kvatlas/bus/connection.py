@@ -97,7 +97,8 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
         raise (failures[-1] if failures else error) from None
     finally:
         if not client.is_connected and client._transport is not None:
-            client._transport.close()  # nats-py leaves the socket of a failed attempt to the garbage collector
+            # nats-py leaves the socket of a failed attempt to the garbage collector
+            client._transport.close()  # type: ignore[no-untyped-call]
     client._error_cb = _quiet  # there is no public way to change it
     client.options["allow_reconnect"] = True
     client.options["max_reconnect_attempts"] = -1

@@ -1,5 +1,5 @@
-"""Loads as publishers read them: vLLM's metrics show running and waiting requests, and the blocks in use; SGLang's also show the
-request slots."""
+"""Loads as publishers read them: vLLM's metrics show running and waiting requests, and the blocks in use; SGLang's also show
+the request slots."""
 
 from kvatlas.fleet.records import ForwardPassMetrics, WorkerState
 from kvatlas_simulator.lab.engine import VirtualEngine
