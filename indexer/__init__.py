@@ -5,12 +5,12 @@
                                    +--> dead_letters
 
 Invariants:
-- Any number of replicas may read the same partition: the fence inside the index (`kvatlas.index.protocol`) takes each
-  message once. Leases only save work.
+- Any number of replicas may read the same partition: the fence inside the index (`kvatlas.index.protocol`) applies each message
+  only once. Leases merely avoid duplicate work.
 - When in doubt, a consumer is dropped with its queue, and a new one starts from the stored position; messages that arrive twice
   are dropped as duplicates.
 - A message is applied, found to be a duplicate, or counted with a reason and kept as a dead letter. No message stops a
   partition.
-- After an error from NATS or the store, the same messages are applied again; a call is repeated, never skipped.
-- Work here is per message and per event, never per block.
+- After an error from NATS or the store, the same messages are applied again; calls are repeated, never skipped.
+- The work done here is per message and per event, never per block.
 """

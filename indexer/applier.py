@@ -1,11 +1,11 @@
-"""Applies one shard's messages to the index: each call carries what the shard's partitions have queued, and the next call
-follows at once.
+"""Applies one shard's messages to the index: each call carries whatever the shard's partitions have queued, and the next call
+follows immediately.
 
-There is no linger time: an idle shard applies a message at once. More messages gather while a call is under way, so calls grow
-automatically under load, up to a limit that keeps each call short (other clients wait for the store in the meantime).
+There is no linger time: an idle shard applies a message immediately. More messages gather while a call is under way, so calls
+grow automatically under load, up to a limit that keeps each call short (other clients wait for the store in the meantime).
 
-Partitions with long queues, typically snapshots, have their own lane: the store applies a snapshot message in a
-hundred parts or more, and other partitions' messages would otherwise wait for all of them.
+Partitions with long queues, typically snapshots, have a lane of their own: the store applies a snapshot message in a hundred
+parts or more, and without it the messages of other partitions would have to wait for all of them.
 """
 
 import logging
@@ -29,9 +29,10 @@ from kvatlas_indexer.counters import IndexerCounters
 
 CALL_MESSAGES = 512
 CALL_BYTES = 64 * 1024
-"""Limits of one batch handed to the index, which cuts it into calls that occupy the store for a few milliseconds each."""
+"""Limits of one batch that is handed to the index, which cuts it into calls that occupy the store for a few milliseconds
+each."""
 LARGE_BYTES = 8 * 1024
-"""Queue size from which a partition counts as large: about 1,000 blocks, that is two or three calls."""
+"""Size from which a queue counts as large: about 1,000 blocks, which take two or three calls."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -39,8 +40,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Applier:
-    """Applies the queued messages of one shard's partitions, in each queue's order: one call to the index at a time for the
-    small queues, and one for the large ones. A queue is never in two calls at once."""
+    """Applies the queued messages of one shard's partitions, in each queue's order. One call to the index at a time serves the
+    small queues, and one serves the large ones; a queue is never in both calls at the same time."""
 
     def __init__(
         self,
@@ -65,19 +66,19 @@ class Applier:
         self._errors = RateLimitedLog(log, f"shard {shard}: ")
         self._small, self._large = Wakeup(), Wakeup()
         self.wake: Callable[[], None] = self._small.wake
-        """Call it when an empty queue gets a message."""
+        """To be called when a message enters an empty queue."""
 
     def attach(self, queue: PartitionQueue) -> None:
         self._queues.append(queue)
         self.wake()
 
     def detach(self, queue: PartitionQueue) -> None:
-        """Take nothing more from the queue; messages of a call under way may still be applied."""
+        """Take nothing more from the queue; the messages of a call that is under way may still be applied."""
         if queue in self._queues:
             self._queues.remove(queue)
 
     async def run(self) -> None:
-        """Apply until cancelled. If the store fails, the same call is repeated, because applying twice is safe."""
+        """Apply messages until cancelled. If the store fails, the same call is repeated, because applying twice is safe."""
         async with anyio.create_task_group() as lanes:
             lanes.start_soon(self._run_lane, self._small)
             lanes.start_soon(self._run_lane, self._large)
@@ -92,8 +93,8 @@ class Applier:
                 await self._apply(parts)
 
     def _take(self, lane: Wakeup) -> list[CallPart]:
-        """The lane's next call: from each of its queues in turn, as much as still fits. Wakes the other lane if that one
-        has messages to take."""
+        """The lane's next call: as much as fits from each of its queues in turn. Wakes the other lane if that one has messages
+        to take."""
         queues = self._queues
         parts: list[CallPart] = []
         messages, size = CALL_MESSAGES, CALL_BYTES
@@ -171,8 +172,8 @@ class Applier:
         return [*outcomes, await self._call([position_only])]
 
     async def _call(self, batches: Sequence[PartitionBatch]) -> ApplyResult:
-        """Make one call to the index, repeated until it succeeds. Raises one of DATA_ERRORS if the index refuses a message;
-        then nothing is applied."""
+        """Make one call to the index and repeat it until it succeeds. Raises one of DATA_ERRORS if the index refuses a message;
+        in that case, nothing is applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:

@@ -9,14 +9,14 @@ from kvatlas.telemetry.distribution import Distribution, counters_to_jsonable
 
 @dataclass(slots=True)
 class IndexerCounters:
-    """Counts since the replica started. A message counts each time it is read or applied."""
+    """Counts since the replica started. A message is counted each time it is read or applied."""
 
-    # read from the stream
+    # messages read from the stream
     messages_read: int = 0
     readings_started: int = 0
     readings_broken: int = 0
     new_streams: int = 0
-    # refused before the index, and published to the dead-letter stream
+    # messages refused before they reach the index, and published to the dead-letter stream
     poison_malformed: int = 0
     poison_version: int = 0
     poison_oversized: int = 0
@@ -47,7 +47,7 @@ class IndexerCounters:
     grants_refused: int = 0
     grants_bad: int = 0
     grants_excess: int = 0
-    """requests of workers that asked too often; never read"""
+    """requests from workers that asked too often; these are never read"""
     records_bad: int = 0
     """fleet records that could not be written"""
     pools_repaired: int = 0
@@ -56,7 +56,7 @@ class IndexerCounters:
     heartbeats: int = 0
     heartbeats_bad: int = 0
     heartbeats_excess: int = 0
-    """heartbeats of workers that sent too many; never read"""
+    """heartbeats of workers that sent too many; these are never read"""
     heartbeats_refused: int = 0
     """heartbeats of workers or addresses that the publisher's identity does not allow"""
     fleet_writes: int = 0
@@ -76,12 +76,12 @@ class IndexerCounters:
     scrub_strays: int = 0
     scrub_given_up: int = 0
     event_lag: Distribution = field(default_factory=Distribution)
-    """from a message's `ts_us` until it is applied"""
+    """time from a message's `ts_us` until it is applied"""
     apply_time: Distribution = field(default_factory=Distribution)
 
     @property
     def poison(self) -> int:
-        """Messages refused before the index, for any reason."""
+        """Number of messages refused before they reached the index, for any reason."""
         return sum(getattr(self, one.name) for one in fields(self) if one.name.startswith("poison_"))
 
     def to_jsonable(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Gauges of a replica for an exporter: sampled in the event loop, at intervals and when its partitions change, if metrics are
-on."""
+"""Gauges of a replica, for an exporter: sampled in the event loop, at intervals and whenever its partitions change, if metrics
+are on."""
 
 import logging
 from collections import Counter
@@ -23,7 +23,7 @@ from kvatlas_indexer.indexer_process import Replica
 
 SAMPLE_S = 10.0
 LOOK_S = 0.5
-"""Maximum delay of a sample after the partitions change, for example when a replica starts and gets its first ones."""
+"""Maximum delay of a sample after the partitions have changed, for example when a replica starts and gets its first ones."""
 MAX_MODELS = 20
 OTHER_MODELS = "(other)"
 
@@ -32,7 +32,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(slots=True)
 class ReplicaGauges:
-    """One replica's owned partitions at the last sample. `partitions`: number in the whole stream."""
+    """One replica's owned partitions at the last sample. `partitions`: the number of partitions in the whole stream."""
 
     partitions: int = 0
     partitions_owned: int = 0
@@ -65,15 +65,15 @@ def gauges_of(replica: Replica) -> ReplicaGauges:
 
 @dataclass(frozen=True, slots=True)
 class PartitionGauges:
-    """One owned partition at the last sample."""
+    """One owned partition, as of the last sample."""
 
     pending: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGauges:
-    """The index's store. `limit_bytes` 0: no limit. `workers_missing`: workers that fell silent within the last hour and
-    are not back."""
+    """The index's store. `limit_bytes` 0: no limit. `workers_missing`: how many workers fell silent within the last hour and
+    have not come back."""
 
     used_bytes: int
     limit_bytes: int
@@ -81,7 +81,7 @@ class StoreGauges:
 
 
 async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s: float = SAMPLE_S) -> None:
-    """Sample until cancelled; return at once if metrics are off."""
+    """Sample until cancelled. Returns immediately if metrics are off."""
     if not metrics_enabled():
         return
     gauges = ReplicaGauges()
@@ -111,8 +111,8 @@ async def sample(replica: Replica, index: ResidencyIndex, store: Store, sample_s
 async def measure(
     owned: Collection[int], index: ResidencyIndex, store: Store
 ) -> tuple[IndexMetrics, StoreGauges] | None:
-    """Measure the whole index and its store, if this replica owns the first partition: only its owner reports the index, so
-    sums over replicas are right. Other replicas read nothing from the store and get None."""
+    """Measure the whole index and its store if this replica owns the first partition, and return None otherwise, without
+    reading from the store. Only that partition's owner reports the index, so that sums over replicas are right."""
     if 0 not in owned:
         return None
     departures = await FleetStore(store).departures(await store_time_us(store))
@@ -121,7 +121,7 @@ async def measure(
 
 
 def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
-    """The MAX_MODELS models with the most blocks, by name, and the sum of all others: each name is a series of its own."""
+    """The MAX_MODELS models with the most blocks, by name, and the sum of all others. (Each name becomes a time series.)"""
     by_size = sorted(models, key=lambda model: (-sum(models[model].blocks), model))
     named = {model: models[model] for model in by_size[:MAX_MODELS]}
     others = [models[model] for model in by_size[MAX_MODELS:]]
@@ -129,7 +129,7 @@ def largest_models(models: Mapping[str, ModelBlocks]) -> dict[str, ModelBlocks]:
 
 
 class _SourceByName:
-    """Exports one group's gauges once per name; the name is the value of an attribute."""
+    """Exports one group's gauges once for each name; the name is the value of an attribute."""
 
     def __init__(self, group: str, attribute: str) -> None:
         self._group = group
@@ -138,7 +138,7 @@ class _SourceByName:
         self._sources: dict[str, MetricSource] = {}
 
     def update(self, gauges: Mapping[str, object]) -> None:
-        """Export these from now on, and no others."""
+        """Export these gauges from now on, and no others."""
         self._gauges = gauges
         for name in self._sources.keys() - gauges.keys():
             self._sources.pop(name).close()
@@ -153,6 +153,6 @@ class _SourceByName:
 
 
 async def _memory_of(store: Store) -> tuple[int, int]:
-    """Bytes used and allowed, summed over primaries."""
+    """Bytes used and bytes allowed, summed over the primaries."""
     nodes = await store.read_info("memory")
     return sum(node["used_memory"] for node in nodes), sum(node["maxmemory"] for node in nodes)

@@ -1,4 +1,4 @@
-"""One replica: its partitions, their appliers, and other tasks, in one task group."""
+"""One replica: its partitions, their appliers and its other tasks, in a single task group."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ from kvatlas_indexer.repair.repair_loop import RepairLoop
 
 
 class Replica:
-    """Reads the partitions whose leases it holds while `run` runs."""
+    """Reads the partitions whose leases it holds, for as long as `run` runs."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Replica:
         publishers: Sequence[int] = (),
         fleet_id: str | None = None,
     ) -> None:
-        """`client`: for the event stream. `calls`: for heartbeats and grant requests, of which a publisher may send any number.
-        `publishers`: other partition counts that publishers may use in their subjects. `fleet_id`: the fleet of the store and
-        the stream. Raises SettingsError for an unusable file of identities."""
+        """`client`: for the event stream. `calls`: for heartbeats and grant requests, which a publisher may send in any number.
+        `publishers`: other partition counts that publishers may use in their subjects. `fleet_id`: the fleet that the store and
+        the stream belong to. Raises SettingsError if the file of identities is unusable."""
         self._identities = load_identities(settings.identities, "--identities") if settings.identities else None
         self.member_id = settings.member_id or default_member_id()
         self.counters = counters = IndexerCounters()
@@ -122,7 +122,7 @@ class Replica:
         ]
 
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
-        """Run until cancelled, then release the leases at once. `on_settled` is called once, when the first leases are held
+        """Run until cancelled, then release the leases immediately. `on_settled` is called once, when the first leases are held
         (or other replicas hold them all)."""
         async with anyio.create_task_group() as group:
             self.owned.run_in(group)
@@ -143,12 +143,12 @@ class Replica:
 
     @property
     def partitions(self) -> list[PartitionStatus]:
-        """The owned partitions, ascending."""
+        """The owned partitions, in ascending order."""
         return self.owned.status(time_ns() // 1_000)
 
     @property
     def doubts(self) -> Mapping[str, Doubt]:
-        """Workers of owned partitions that are in doubt now."""
+        """Workers of owned partitions that are currently in doubt."""
         return self._doubt.doubts
 
     @property
@@ -163,7 +163,7 @@ class Replica:
 
     @property
     def workers_without_room(self) -> int:
-        """Workers of the owned shards that are left out because the store is out of memory."""
+        """Workers of the owned shards that the index leaves out because the store is out of memory."""
         return self._repair.without_room
 
     @property
@@ -183,7 +183,7 @@ class Replica:
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes of snapshots that are granted and have not arrived yet."""
+        """Bytes of snapshots that have been granted but have not arrived yet."""
         return self._grants.outstanding_bytes
 
     # ------------------------------------------------------------ wiring
@@ -218,6 +218,6 @@ class Replica:
 
 
 def default_member_id() -> str:
-    """Host, process and a random part: unique for each replica."""
+    """Host, process and a random part; unique to each replica."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:40] or "host"
     return f"{host}-{os.getpid()}-{token_hex(3)}"

@@ -35,16 +35,17 @@ __all__ = ["IndexerSettings", "run_indexer"]
 
 
 async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None] | None = None) -> None:
-    """Run one replica until cancelled; then its leases are released at once and connections are closed.
+    """Run one replica until cancelled; its leases are then released immediately, and its connections are closed.
 
-    The status page is served if `settings.status_port` is set (0: any free port). `ready` is called once, after the first
-    round of leases (other replicas may hold them all). Raises Unreachable (without `wait`), LayoutMismatch,
-    UnsuitableStore, SettingsError (the status page's address), each with one line. Later errors are logged and retried.
+    The status page is served if `settings.status_port` is set (0: any free port). `ready` is called once, after the first round
+    of leases (other replicas may hold them all). Raises Unreachable (without `wait`), LayoutMismatch, UnsuitableStore or
+    SettingsError (for the status page's address), each with a one-line message. Later errors are logged, and the work is tried
+    again.
     """
     async with AsyncExitStack() as stack:
         listener = None
         if settings.status_port is not None:
-            from kvatlas.http.server import listen  # 5 MiB, with the page itself
+            from kvatlas.http.server import listen  # loading it takes 5 MiB, together with the page itself
 
             listener = stack.enter_context(
                 closing(listen(settings.status_host, settings.status_port, "status page", settings.http))
@@ -65,7 +66,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
         await retry_until_reachable(fleet.load_functions, wait=settings.wait, on_wait=log.warning)
         client = await connect_nats(settings.nats, name="kvatlas-indexer", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, client.close)
-        # a connection delivers in order, so messages that publishers may send without limit must not delay the events
+        # a connection delivers messages in order, so those that publishers may send without limit must not delay the events
         calls = await connect_nats(settings.nats, name="kvatlas-indexer-calls", wait=settings.wait, on_wait=log.warning)
         stack.push_async_callback(_close, calls.close)
         stream = EventStream(client, stream_settings(settings))
@@ -92,7 +93,7 @@ async def run_indexer(settings: IndexerSettings, ready: Callable[[Replica], None
 
 
 async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> None:
-    """Create the event stream if missing; if that fails, record the reason in the store."""
+    """Create the event stream if it is missing; if that fails, record the reason in the store."""
     try:
         await stream.ensure()
     except KvatlasError as error:
@@ -102,7 +103,7 @@ async def _ensure_stream(stream: EventStream, store: Store, member_id: str) -> N
 
 
 async def _join(guard: FleetGuard, store: Store, member_id: str) -> None:
-    """Check that store and NATS belong to one fleet; if not, record the reason in the store."""
+    """Check that the store and NATS belong to one fleet; if they do not, record the reason in the store."""
     try:
         await guard.join()
     except OtherFleet as error:
@@ -111,7 +112,7 @@ async def _join(guard: FleetGuard, store: Store, member_id: str) -> None:
 
 
 async def _close(close: Callable[[], Awaitable[object]]) -> None:
-    """Close a connection within CLOSE_DEADLINE_S, even if cancelled."""
+    """Close a connection within CLOSE_DEADLINE_S, even when cancelled."""
     with anyio.move_on_after(CLOSE_DEADLINE_S, shield=True):
         try:
             await close()
@@ -121,8 +122,8 @@ async def _close(close: Callable[[], Awaitable[object]]) -> None:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage cycles less often: decoded messages are many small lists without cycles, and scanning the queued ones
-    takes a sixth of the reading time."""
+    """Collect garbage cycles less often: decoded messages consist of many small lists without cycles, and scanning the queued
+    ones would take a sixth of the reading time."""
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], GC_ALLOCATIONS), *before[1:])
     try:

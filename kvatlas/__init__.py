@@ -1,4 +1,4 @@
-"""Code that all parts of kvatlas share. It imports none of `publishers`, `indexer`, `router_client` and `simulator`.
+"""Code that all parts of kvatlas share. It never imports `publishers`, `indexer`, `router_client` or `simulator`.
 
 blocks/        blocks: hash chain, tiers, who holds them, how much an engine reuses (pure)
 bus/           NATS: connection, event stream, subjects, messages and requests

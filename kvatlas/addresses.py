@@ -13,7 +13,7 @@ Ip = IPv4Address | IPv6Address
 METADATA = frozenset(
     ip_address(text) for text in ("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "192.0.0.192")
 )
-"""Metadata services, which hand out a machine's credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
+"""Metadata services, which give out a machine's credentials (AWS, GCP and Azure; AWS over IPv6; Alibaba; Oracle)."""
 _SHARED = ip_network("100.64.0.0/10")
 """Shared address space (RFC 6598). Some clouds put pods there, and `is_private` does not include it."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -49,7 +49,7 @@ def host_and_port(origin: str) -> tuple[str, int]:
 
 
 def parse_ip(host: str) -> Ip | None:
-    """Parse a literal IP address; None for a host name. An IPv4-mapped IPv6 address becomes the IPv4 address."""
+    """Parse a literal IP address. Returns None for a host name. An IPv4-mapped IPv6 address becomes the IPv4 address."""
     try:
         found = ip_address(host.partition("%")[0])
     except ValueError:
@@ -69,7 +69,7 @@ def is_never_an_engine(ip: Ip) -> bool:
 
 
 def is_private(ip: Ip) -> bool:
-    """True for an address in a private network, but not on this machine."""
+    """True for an address in a private network, except for those of this machine."""
     return not ip.is_loopback and (ip.is_private or (ip.version == 4 and ip in _SHARED))
 
 
@@ -88,7 +88,7 @@ class AddressList:
 
     @classmethod
     def parse(cls, texts: tuple[str, ...]) -> "AddressList":
-        """Parse the entries. Raises InvalidValue, naming the bad one."""
+        """Parse the entries. Raises InvalidValue, quoting the bad one."""
         return cls(tuple(_parse_entry(text) for text in texts))
 
     def allows(self, host: str, port: int, ip: Ip | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""Authentication of our own calls to engines (token ids, models, health, metrics, events), and the certificates to trust."""
+"""Authentication for our own calls to engines (token ids, models, health, metrics, events), and the certificates to trust."""
 
 import re
 import ssl
@@ -11,7 +11,7 @@ from kvatlas.identity import check_worker_id
 from kvatlas.store.access import tls_context
 
 KEY_CURE = "give the engine's API key with --engine-key-file"
-"""What to do about a 401 or a 403."""
+"""What to do about a 401 or 403."""
 REFUSED = (401, 403)
 _RANK = re.compile(r"-dp\d+$")
 _KEY = re.compile(r"[!-~]{1,4096}")
@@ -19,7 +19,7 @@ _KEY = re.compile(r"[!-~]{1,4096}")
 
 @dataclass(frozen=True, slots=True)
 class EngineAccess:
-    """`keys`: API keys by worker; `key`: for all other engines. `ca_file` is trusted instead of the system's CA
+    """`keys`: API keys by worker; `key`: the key for all other engines. `ca_file` is trusted instead of the system's CA
     certificates (SSL_CERT_FILE and SSL_CERT_DIR may name those)."""
 
     key: str | None = field(default=None, repr=False)
@@ -28,8 +28,8 @@ class EngineAccess:
 
     @classmethod
     def parse(cls, text: str, ca_file: Path | None = None) -> "EngineAccess":
-        """Read a key file's text: each line is one key for all engines, or a worker and its key. Raises InvalidValue, which
-        shows no key."""
+        """Parse the text of a key file: each line is either one key for all engines, or a worker and its key. Raises
+        InvalidValue, which shows no key."""
         key: str | None = None
         keys: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -61,10 +61,10 @@ class EngineAccess:
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def tls_context(self) -> ssl.SSLContext:
-        """The context for calls to engines. Raises OSError for a file that can't be read, ssl.SSLError for one without a
-        certificate."""
+        """The TLS context for calls to engines. Raises OSError for a file that can't be read, or ssl.SSLError for a file
+        without a certificate."""
         return tls_context("engines", self.ca_file)
 
 
 NO_KEY = EngineAccess()
-"""For engines that need no key."""
+"""Access to engines that need no key."""

@@ -18,12 +18,13 @@ KvatlasError                    one clear line: what was wrong, with which value
 import struct
 
 DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
-"""Errors that computing with a value may raise. The borders refuse such values. If a worker's data raises one anyway, we
-refuse it, count it under the worker's name, and continue. Every InvalidValue is one of them."""
+"""Errors that may be raised when something is computed from a value. Such values are refused where they enter. If a worker's
+data raises one of these errors anyway, we refuse the data, count this under the worker's name, and continue. Every InvalidValue
+is one of them."""
 
 
 class KvatlasError(Exception):
-    """Its text is one line for a user."""
+    """The base of all errors here. Its text is a single line for the user."""
 
 
 class InvalidValue(KvatlasError, ValueError):

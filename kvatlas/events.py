@@ -10,7 +10,7 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class ScopeUse:
-    """A scope as one worker uses it, with the sizes of its blocks: see `BlockSizes`."""
+    """A scope as one worker uses it, with the sizes of the worker's blocks: see `BlockSizes`."""
 
     scope: Scope
     block_size: int
@@ -26,7 +26,8 @@ class ScopeUse:
 class Stored:
     """The worker now holds these blocks of one chain in `tier`. `hashes` are packed sequence hashes, parent first.
 
-    `parent` is the packed sequence hash before the first one, None at a root; `first_index` is the first one's block index.
+    `parent` is the packed sequence hash of the block before the first one, None at a root; `first_index` is the index of the
+    first block.
     """
 
     scope_id: bytes
@@ -68,9 +69,9 @@ class Unmarked:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Where blocks are marked after each head (a block whose index is a multiple of 64): bit i is set if some block at
-    offset i (0 to 63) in the head's subtree is marked. `hashes` are packed. `bits` has 8 big-endian bytes for each
-    head, with offset 0 in the lowest bit; if they are 0, nothing is marked."""
+    """Where blocks are marked after each head (a block whose index is a multiple of 64): bit i is set if some block at offset i
+    (0 to 63) in the head's subtree is marked. `hashes` are packed. `bits` holds 8 big-endian bytes for each head, with offset 0
+    in the lowest bit; if they are all 0, nothing is marked."""
 
     scope_id: bytes
     hashes: bytes
@@ -79,10 +80,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegin:
-    """A new incarnation begins: the events up to the snapshot's end are everything the worker holds.
+    """A new incarnation begins: the events up to the end of the snapshot are everything that the worker holds.
 
-    `dropped=None`: a prompt can resume after every held block. Otherwise only at marks, and a mark on block i means
-    that the first i + 1 - dropped blocks can be reused.
+    `dropped=None`: a prompt can resume after every block that is held. Otherwise it can only resume at marks, and a mark on
+    block i means that the first i + 1 - dropped blocks can be reused.
     """
 
     dropped: int | None = None
@@ -90,7 +91,7 @@ class SnapshotBegin:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Part of a snapshot; the fields are those of `Stored`. Chunks may come in any order."""
+    """A part of a snapshot; the fields are those of `Stored`. Chunks may arrive in any order."""
 
     scope_id: bytes
     tier: Tier
@@ -101,7 +102,7 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """The snapshot is complete: it had `chunks` chunk events. `digest` is its `Digest.words`, followed by its
+    """The snapshot is complete: it consisted of `chunks` chunk events. `digest` is its `Digest.words`, followed by its
     `MarkDigest.words` if it has marks."""
 
     chunks: int
@@ -122,7 +123,7 @@ IndexEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a worker's incarnation; `seq` counts from 0 (the snapshot's begin) without gaps."""
+    """One message of a worker's incarnation; `seq` counts from 0 (the beginning of the snapshot) without gaps."""
 
     worker_id: str
     incarnation: int

@@ -1,4 +1,4 @@
-"""Identity: the scope of a KV block, worker ids, and the pool that serves a model."""
+"""Identity: the scope of a KV block, the ids of workers, and the pool that serves a model."""
 
 import re
 from functools import lru_cache
@@ -22,11 +22,11 @@ _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Identity scope: KV blocks are interchangeable only within one scope.
+    """An identity scope: KV blocks are interchangeable only within one scope.
 
-    Matching is exact in all fields; an absent adapter matches only an absent adapter. `chain` says where the keys come
-    from: our own hash chain (`kvatlas.blocks.hashing`), or block hashes that an engine computed itself (`external:<name>`,
-    `kvatlas.blocks.external_chain`). Raises InvalidValue for an empty or overlong field.
+    All fields must match exactly; an absent adapter only matches an absent adapter. `chain` says where the keys come from: our
+    own hash chain (`kvatlas.blocks.hashing`), or block hashes that an engine has computed itself (`external:<name>`,
+    `kvatlas.blocks.external_chain`). Raises InvalidValue for a field that is empty or too long.
     """
 
     model_id: str
@@ -55,7 +55,7 @@ class Scope:
 
     @property
     def scope_id(self) -> bytes:
-        """8-byte BLAKE2b of the canonical form."""
+        """The 8-byte BLAKE2b hash of the canonical form."""
         return _scope_id(self)
 
     @property
@@ -65,7 +65,7 @@ class Scope:
 
     @property
     def log_name(self) -> str:
-        """The scope without its tenant, which logs must not show."""
+        """The scope without its tenant, which must not appear in logs."""
         return f"{self.model_id}/{self.tokenizer_id}/{self.adapter_id or '-'}"
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Scope:
 
 
 def _kind(value: object) -> str:
-    """Describe a wrong field without its text, because logs must not show tenants."""
+    """Describe a wrong field without quoting it, because tenants must not appear in logs."""
     if isinstance(value, str):
         return f"text of {len(value.encode())} bytes"
     return "missing" if value is None else f"of type {type(value).__name__}"
@@ -118,12 +118,13 @@ def scope_from_canonical(canonical: bytes) -> Scope:
 
 @lru_cache(maxsize=65_536)
 def pool_id(model_id: str, tokenizer_id: str) -> str:
-    """16 hex digits: the 8-byte BLAKE2b of the canonical msgpack [model_id, tokenizer_id]."""
+    """16 hex digits: the 8-byte BLAKE2b hash of the canonical msgpack [model_id, tokenizer_id]."""
     return blake2b(msgpack.packb([model_id, tokenizer_id]), digest_size=8).hexdigest()
 
 
 def check_worker_id(worker_id: str) -> str:
-    """Return the worker id. Raises InvalidValue unless it has the form of a subject token: 1 to 64 of `[A-Za-z0-9_-]`."""
+    """Return the worker id. Raises InvalidValue unless it has the form of a subject token: 1 to 64 characters from
+    `[A-Za-z0-9_-]`."""
     if not isinstance(worker_id, str) or not _is_worker_id(worker_id):
         raise InvalidValue(f"worker id {worker_id!r:.80}; expected 1 to 64 characters from A-Z a-z 0-9 _ -")
     return worker_id
@@ -140,7 +141,7 @@ def rank_worker_id(instance_id: str, dp_rank: int) -> str:
 
 
 def instance_of(worker_id: str) -> str:
-    """The instance of which a worker is a data-parallel rank; the worker's own id if it is none."""
+    """The instance that a worker is a data-parallel rank of; the worker's own id if it is not a rank."""
     instance, dp, rank = worker_id.rpartition("-dp")
     return instance if dp and rank.isdecimal() else worker_id
 

@@ -1,5 +1,5 @@
-"""The commands by name. Only the command being run is imported, so a missing extra does not break the others. The list of
-commands imports none, because importing all of them would take long."""
+"""The commands by name. Only the command being run is imported, so a missing extra does not break the others. Listing the
+commands imports none of them, because importing all of them would take long."""
 
 import sys
 from importlib import import_module
@@ -94,7 +94,8 @@ def application(named: str | None = None) -> typer.Typer:
 
 
 def invoke(argv: list[str]) -> int:
-    """Run a command line and return its exit code. Raises what the command raises; a usage error is one line, code 2."""
+    """Run a command line and return its exit code. Raises whatever the command raises; a usage error prints one line and
+    returns 2."""
     if argv[:1] == ["--"]:
         argv = argv[1:]
     named = argv[0] if argv and argv[0] in COMMANDS else None

@@ -25,7 +25,7 @@ _log = logging.getLogger("kvatlas.publisher")
 
 
 class PodLister(Protocol):
-    """The part of Kubernetes' API that is used."""
+    """The part of the Kubernetes API that is used."""
 
     async def list_objects(self, version: str, plural: str, selector: str = "") -> Sequence[object]:
         """List objects. Raises KvatlasError."""
@@ -34,7 +34,7 @@ class PodLister(Protocol):
 
 @dataclass(slots=True)
 class _Followed:
-    """One pod: the scope that ends its publishers, and the publishers themselves."""
+    """A followed pod, with the scope that ends its publishers and the publishers themselves."""
 
     address: str
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -51,8 +51,8 @@ class _Followed:
 
 
 class Collector:
-    """Follows the pods with these labels. A worker has its pod's name. A terminating pod is drained, then dropped; a pod with a
-    different name or address is a different engine. While Kubernetes does not answer, the known pods stay."""
+    """Follows the pods with these labels. A worker is named after its pod. A terminating pod is drained, then dropped; a pod
+    with a different name or address is a different engine. While Kubernetes does not answer, the known pods stay."""
 
     def __init__(self, api: PodLister, settings: CollectSettings, state_dir: Path) -> None:
         self._api = api
@@ -127,7 +127,7 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """`ends`: the pod was asked to stop."""
+    """`ends`: the pod has been asked to stop."""
 
     name: str
     address: str

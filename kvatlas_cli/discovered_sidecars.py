@@ -12,10 +12,10 @@ from kvatlas_cli.output import print_notice
 async def discover_sidecars(
     flags: dict[str, str], servers: dict[str, object], state_dir: Path, access: EngineAccess = NO_KEY
 ) -> list[PublishSettings]:
-    """The publisher settings of each rank of an engine, from the flags or discovered. Raises Unreachable.
+    """The publisher settings of each rank of an engine, either taken from the flags or discovered. Raises Unreachable.
 
-    The block size is learned from events, because engines with context parallelism, or with several kinds of attention, have
-    blocks of a different size than their flag says.
+    The block size is learned from events, because engines with context parallelism or several kinds of attention have blocks
+    of a size other than the one that their flag gives.
     """
     from kvatlas_publishers.engines.discovery import discover, shift_port
 

@@ -98,8 +98,8 @@ async def answer_with(store: Store, number: int, deadline_s: float) -> None:
 
 
 async def delete(store: Store, number: int) -> int:
-    """Delete a layout that does not answer; return the number of keys. Raises InvalidValue if it answers, or has
-    indexers."""
+    """Delete a layout that does not answer, and return the number of deleted keys. Raises InvalidValue if it answers or
+    still has indexers."""
     if number == await read_answering(store):
         raise InvalidValue(f"layout {number} answers; let another one answer first (`kvatlas layout --answer N`)")
     if indexers := await _count_indexers(store, number):
@@ -138,7 +138,7 @@ async def _index(store: Store, number: int) -> RedisIndex:
 
 
 async def _workers_of(store: Store, index: RedisIndex) -> dict[str, WorkerRecord]:
-    """The live workers that answer in this layout; no snapshot can come from any other."""
+    """The live workers that answer in this layout; no snapshot can come from any other worker."""
     fleet = await FleetStore(store).all()
     alive = {worker_id for worker_id, record in fleet.items() if record.liveness is Liveness.ALIVE}
     records = [record for shard in range(index.shards) for record in await index.records(shard)]

@@ -1,6 +1,6 @@
 """Compares every publisher's ledger with the blocks that are actually in the index.
 
-A publisher replies with its digest by scope, and sends a checkpoint to the stream. Once the index has applied the
+A publisher replies with its digests by scope, and sends a checkpoint to the stream. Once the index has applied the
 checkpoint, the worker's blocks are recounted. The index's own digest is not trusted, because it may be right although the
 blocks are wrong. A worker that never pauses can't be recounted; it is judged by the checkpoint, which the index compared
 with its digest.
@@ -71,7 +71,8 @@ class WorkerAudit:
 async def audit_workers(
     index: RedisIndex, client: Client, worker_ids: Iterable[str], deadline_s: float, drained: Collection[str] = ()
 ) -> list[WorkerAudit]:
-    """One verdict per worker, sorted by worker. Workers with neither blocks nor an answer are left out. Raises Unreachable.
+    """One verdict per worker, sorted by worker. Workers that have no blocks and give no answer are left out. Raises
+    Unreachable.
 
     `drained`: workers whose last heartbeat said that they are draining, so no answer is expected.
     """
@@ -159,7 +160,7 @@ def _judge(
 
 
 def _last_sent(reply: ControlReply) -> tuple[int, int]:
-    """(incarnation, seq) of the checkpoint that the publisher sent for the audit."""
+    """The (incarnation, seq) of the checkpoint that the publisher sent for the audit."""
     return reply.incarnation, int((reply.status or {}).get("told_seq", -1))
 
 
@@ -180,7 +181,7 @@ def _holds_blocks(record: WorkerRecord | None) -> bool:
 async def _wait_until_caught_up(
     index: ResidencyIndex, replies: Mapping[str, ControlReply], until_s: float
 ) -> list[str]:
-    """Wait for the index to apply everything that the publishers sent. Returns the workers that are ready by the
+    """Wait for the index to apply everything that the publishers sent. Returns the workers that have caught up by the
     deadline."""
     while True:
         records = await _read_records(index, list(replies))

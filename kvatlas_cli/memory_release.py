@@ -1,7 +1,7 @@
-"""Returns to the system the memory that the C library's allocator keeps after a burst of events or requests.
+"""Returns memory to the system that the C library's allocator keeps after a burst of events or requests.
 
 glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that received 131,072 blocks at once kept 97 MiB more
-than before, of which only 28 belonged to blocks. `malloc_trim` returns the rest.
+than before, of which only 28 MiB belonged to blocks. `malloc_trim` returns the rest.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ def find_trim() -> Callable[[int], object] | None:
 
 @contextmanager
 def releasing_memory() -> Iterator[None]:
-    """Release memory in a separate thread, which ends with the block."""
+    """Release memory from a separate thread, which ends together with the block."""
     if (trim := find_trim()) is None:
         yield
         return

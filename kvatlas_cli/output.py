@@ -25,12 +25,13 @@ def print_notice(line: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on stdout."""
+    """Print a JSON document on stdout."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON document on one line of stdout and flush it, for a reader of a running command."""
+    """Print a JSON document on one line of stdout and flush it, for programs that read the output of a running
+    command."""
     print(json.dumps(value), flush=True)
 
 
@@ -62,7 +63,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """A table for rich's console, whose long cells are folded; characters that a terminal would act on are escaped."""
+    """A table for rich's console, whose long cells are folded; any characters that a terminal would act on are
+    escaped."""
     from rich.table import Table
     from rich.text import Text
 
@@ -81,7 +83,7 @@ def _table_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 
 def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """The first cell, then the others, each after its column's name; such a pair stays on one line if it fits."""
+    """The first cell, then the others, each after its column's name; such a pair stays on one line if it fits there."""
     lines, line = [row[0]], " "
     for column, cell in zip(columns[1:], row[1:], strict=True):
         pair = f" {column}: {cell}" if column else f" {cell}"

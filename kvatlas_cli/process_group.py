@@ -17,13 +17,13 @@ from kvatlas.settings import RoutingSettings
 
 PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 LONG_LIFE_S = 60.0
-"""A process that ends after at least this long is restarted at once."""
+"""A process that ends after running for at least this long is restarted immediately."""
 
 _log = logging.getLogger("kvatlas_cli")
 
 
 def replica_flags(settings: RoutingSettings, number: int) -> list[str]:
-    """Flags of one process: each has its own replica file, named with the process' number at the end."""
+    """The flags of one process: each has its own replica file, whose name ends with the number of the process."""
     return [] if settings.replica_file is None else ["--replica-file", f"{settings.replica_file}.{number}"]
 
 
@@ -32,10 +32,10 @@ async def run_process_group(
 ) -> None:
     """Run this command line in each of `processes` processes until cancelled, then stop them in order.
 
-    `shared`: port flags and the ports on which all processes listen; 0 takes a free one. `flags`: additional flags of each
-    process, by its number from 0. A process that crashes is restarted. None outlives this one, even if it is killed (Linux).
-    Raises SettingsError for an unavailable port, and KvatlasError if a process ends with an error, which it has already
-    printed.
+    `shared`: port flags and the ports on which all processes listen; 0 picks a free one. `flags`: returns additional flags
+    for each process, given its number, which starts from 0. A process that crashes is restarted. None outlives this one,
+    even if it is killed (Linux). Raises SettingsError for an unavailable port, or KvatlasError if a process ends with an
+    error, which that process has already printed.
     """
     with contextlib.ExitStack() as stack:
         words = [*sys.argv[1:], "--processes", "1", "--share-port"]
@@ -83,7 +83,7 @@ async def _keep_running(words: Sequence[str], environment: Mapping[str, str]) ->
 
 
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run one process to its end; return its exit code. If cancelled, ask it to stop and wait."""
+    """Run one process until it ends, and return its exit code. If cancelled, ask it to stop and wait."""
     command = child_command([sys.executable, "-m", "kvatlas_cli.main", *words])
     process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
     try:

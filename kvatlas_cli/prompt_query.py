@@ -1,4 +1,5 @@
-"""Common parts of `kvatlas overlap` and `kvatlas route`: the flags for the prompt, the prompt, and a router client."""
+"""The parts that `kvatlas overlap` and `kvatlas route` have in common: the flags for the prompt, the prompt, and a
+router client."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
@@ -30,7 +31,7 @@ HintsFlag = Annotated[
 
 
 def read_prompt(settings: PromptSettings, tokens: str | None, hints: str | None) -> Prompt:
-    """The prompt from a file of token ids or hints. Raises InvalidValue, and SettingsError unless exactly one of them is
+    """The prompt from a file of token ids or hints. Raises InvalidValue, or SettingsError unless exactly one of them is
     given."""
     if (tokens is None) == (hints is None):
         given = "neither" if tokens is None else "both"

@@ -27,8 +27,8 @@ class ResidencyPrinter:
         return cls(await FleetStore(store).all(), time.time_ns() // 1_000)
 
     def jsonable(self, residency: Residency) -> dict[str, Any]:
-        """A residency as JSON types. `kind`: of the engine, or `store`; `age_ms`: since the worker's last heartbeat. Both
-        are None for a worker that the fleet does not have."""
+        """A residency as JSON types. `kind`: the kind of the engine, or `store`; `age_ms`: time since the worker's last
+        heartbeat. Both are None for a worker that is not in the fleet."""
         age_us = self._age_us(residency.worker_id)
         return {
             "worker": residency.worker_id,
@@ -38,7 +38,7 @@ class ResidencyPrinter:
         }
 
     def print_all(self, what: str, scope: Scope, residencies: Sequence[Residency], *, as_json: bool) -> None:
-        """Print them as a JSON array, or as a table. `what`: describes the residencies in the title."""
+        """Print the residencies as a JSON array, or as a table. `what`: describes the residencies in the title."""
         if as_json:
             print_json([self.jsonable(residency) for residency in residencies])
             return

@@ -1,4 +1,4 @@
-"""Runs a command's coroutine: uvloop if installed, telemetry, and a clean stop on SIGINT and SIGTERM."""
+"""Runs a command's coroutine: with uvloop if it is installed, telemetry, and a clean stop on SIGINT and SIGTERM."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from kvatlas_cli.output import print_notice
 
 NEW_OBJECTS = 50_000
 """The collector looks for cycles after this many new objects instead of 700. Services make hardly any cycles but keep millions
-of blocks, which it would scan again and again in vain."""
+of blocks, which the collector would scan again and again in vain."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,9 +36,9 @@ def print_ready(line: str) -> None:
 def run_service(
     component: str, settings: ProcessSettings, body: Coroutine[Any, Any, None], *, metrics_page: bool = False
 ) -> None:
-    """Run a service until it is stopped. SIGINT and SIGTERM cancel it; a clean stop is success.
+    """Run a service until it is stopped. SIGINT and SIGTERM cancel it; a clean stop counts as success.
 
-    `metrics_page`: it serves `kvatlas.telemetry.read_metrics_page`.
+    `metrics_page`: the service serves `kvatlas.telemetry.read_metrics_page`.
     """
     raise_limit()
     with _seldom_collected(), releasing_memory():
@@ -73,7 +73,7 @@ def _run(
     style: str,
     metrics_page: bool = False,
 ) -> bool:
-    """Run the body. True if it ended on its own, False if a signal stopped it."""
+    """Run the body. Returns True if it ended on its own; False if a signal stopped it."""
     log_to_stderr(settings.log_level, style)
     with closing(body):  # the body never starts if telemetry can't be set up
         telemetry = setup_telemetry(component, metrics_page=metrics_page)

@@ -13,7 +13,8 @@ from kvatlas_cli.output import print_notice
 
 @asynccontextmanager
 async def connect_store(settings: Settings) -> AsyncIterator[Store]:
-    """The settings' store, closed at the end; a notice says why the command waits. Raises Unreachable."""
+    """Connect to the store in the settings, and close it at the end. A notice says why the command is waiting. Raises
+    Unreachable."""
     try:
         store = await open_store(settings.redis, wait=settings.wait, on_wait=print_notice)
     except AccessDenied:
@@ -27,12 +28,12 @@ async def connect_store(settings: Settings) -> AsyncIterator[Store]:
 
 
 async def open_index(store: Store, settings: Settings) -> RedisIndex:
-    """The index in a store, for reading. Raises LayoutMismatch; NoIndexYet unless the command waits."""
+    """The index in a store, for reading. Raises LayoutMismatch or, unless the command waits, NoIndexYet."""
     return await open_redis_index(store, writer=False, wait=settings.wait, on_wait=print_notice)
 
 
 async def check_worker_known(store: Store, index: RedisIndex, worker_id: str) -> None:
-    """Check that the index or the fleet has the worker. Raises InvalidValue."""
+    """Check that the worker is in the index or in the fleet. Raises InvalidValue."""
     record = await index.record(worker_id)
     if (record is None or not record.answering) and worker_id not in await FleetStore(store).all():
         raise InvalidValue(f"no worker {worker_id!r}: neither the index nor the fleet has it")

@@ -12,7 +12,8 @@ STDIN = "-"
 
 
 def read_tokens(source: str) -> list[int]:
-    """Token ids from a file, or from stdin for `-`; see `parse_tokens`. Raises InvalidValue, naming the file."""
+    """Token ids from a file, or from stdin for `-`; see `parse_tokens`. Raises InvalidValue, whose message names the
+    file."""
     where, text = _read(source, "--tokens")
     try:
         return parse_tokens(text)
@@ -21,7 +22,8 @@ def read_tokens(source: str) -> list[int]:
 
 
 def read_json(source: str, flag: str) -> Any:
-    """A JSON value from a file, or from stdin for `-`. Raises InvalidValue, naming flag and file."""
+    """A JSON value from a file, or from stdin for `-`. Raises InvalidValue, whose message names the flag and the
+    file."""
     where, text = _read(source, flag)
     try:
         return json.loads(text)
@@ -30,7 +32,8 @@ def read_json(source: str, flag: str) -> Any:
 
 
 def read_json_or_tokens(source: str, flag: str) -> Any:
-    """A JSON object, or token ids (see `parse_tokens`). Raises InvalidValue, naming flag and file."""
+    """A JSON object, or token ids (see `parse_tokens`). Raises InvalidValue, whose message names the flag and the
+    file."""
     where, text = _read(source, flag)
     try:
         return json.loads(text) if text.lstrip().startswith("{") else parse_tokens(text)

@@ -6,8 +6,8 @@
                     `- replay, undecodable, engines/
 
 Invariants
-- Nothing an engine sends stops its feed; everything left out is counted.
-- If in doubt, fewer blocks are published than are held, never more.
+- Nothing that an engine sends can stop its feed; everything that is left out is counted.
+- When in doubt, fewer blocks are published than are held, never more.
 - The messages of an incarnation, snapshot first, add up to the ledger's published blocks, or a new incarnation is due.
 - Memory for unsent messages is bounded: after an outbox overflow a new incarnation starts with a snapshot.
 """

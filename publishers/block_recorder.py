@@ -38,7 +38,7 @@ class BlockRecorder(ABC):
 
         With token ids, the names are created here, for use as `parent` in later calls and in `removed`; `parent` is the name
         of the block before the first, and only full blocks are stored. Raises InvalidValue for token ids that can't be hashed,
-        for a parent that is not such a name, and if there is no block size.
+        for a parent that is not such a name, or if the block size is not known.
         """
         if not isinstance(what, EngineStored):
             size = block_size or self.settings.block_size

@@ -16,7 +16,7 @@ class PublisherCounters:
     skipped_events: int = 0
     """events that could not be decoded or indexed, in otherwise usable batches"""
     poison: int = 0
-    """payloads that could not be decoded at all (malformed, oversized, foreign), each kept as a dead letter"""
+    """payloads that could not be decoded at all (malformed, oversized, foreign); each is kept as a dead letter"""
     poison_malformed: int = 0
     poison_oversized: int = 0
     poison_frames: int = 0
@@ -29,7 +29,7 @@ class PublisherCounters:
     feed_replays_failed: int = 0
     feed_restarts: int = 0
     feed_started_over: int = 0
-    """times that all known blocks were dropped after a gap or a restart"""
+    """how often all known blocks were dropped after a gap or a restart"""
     feed_lost: int = 0
     """batches that could not be decoded, fully or in part, and may have removed blocks"""
     folds_failed: int = 0
@@ -50,13 +50,13 @@ class PublisherCounters:
     overflows: int = 0
     # the stream
     messages: int = 0
-    """put in the outbox"""
+    """messages put in the outbox"""
     acks: int = 0
     """messages released because the stream has stored them"""
     sends: int = 0
     sent_bytes: int = 0
     resends: int = 0
-    """messages sent again: refused, acknowledgement overdue, or connection lost"""
+    """messages sent again because they were refused, their acknowledgement was overdue, or the connection was lost"""
     ack_timeouts: int = 0
     disconnects: int = 0
     refused_no_stream: int = 0
@@ -74,21 +74,21 @@ class PublisherCounters:
     heartbeats_bad: int = 0
     """messages on this worker's heartbeat subject that are not valid heartbeats"""
     yields: int = 0
-    """times that this publisher yielded to a newer one of the same worker"""
+    """how often this publisher yielded to a newer one of the same worker"""
     load_samples: int = 0
     load_failures: int = 0
     store_notices: int = 0
-    """notices sent to the publisher of the engine's shared store; for a store's publisher: received"""
+    """notices sent to the publisher of the engine's shared store; for a store's publisher: notices received"""
     store_notices_lost: int = 0
-    """notices not sent because NATS was down or refused them"""
+    """notices that were not sent because NATS was down or refused them"""
     store_notices_refused: int = 0
-    """notices that a store's publisher could not use: damaged, or of another model, tenant or block size"""
+    """notices that a store's publisher could not use: damaged, or for another model, tenant or block size"""
     saves: int = 0
     saves_failed: int = 0
 
     @property
     def refused(self) -> int:
-        """Negative acknowledgements, for any reason."""
+        """Number of negative acknowledgements, for any reason."""
         return (
             self.refused_no_stream
             + self.refused_no_space
@@ -103,8 +103,8 @@ class PublisherCounters:
 
 @dataclass(frozen=True, slots=True)
 class PublisherGauges:
-    """The current state of one worker's publisher. `silence_s=None`: no batch yet; `left_out`: `Verdict.share` of
-    `kvatlas_publishers.intake.feed_coverage`; `feed_connected=None`: there is no event socket."""
+    """The current state of one worker's publisher. `silence_s=None`: there has been no batch yet; `left_out`:
+    `Verdict.share` of `kvatlas_publishers.intake.feed_coverage`; `feed_connected=None`: there is no event socket."""
 
     feed_connected: int | None
     silence_s: float | None

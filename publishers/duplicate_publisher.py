@@ -2,8 +2,8 @@
 
 Both receive the worker's heartbeats. A publisher that sees a higher incarnation than its own is the older one. It stops
 publishing and answering requests, and marks its heartbeats as informational. Once the other publisher has been silent for
-longer than any heartbeat can be late, it publishes a new incarnation above the other's. So the index follows one of them and
-does not switch back and forth.
+longer than any heartbeat can be late, it publishes a new incarnation above the other's. So the index follows only one of
+them and does not switch back and forth.
 """
 
 import logging
@@ -41,11 +41,11 @@ class DuplicatePublisherWatch:
         self._wakeup = Wakeup()
 
     async def start(self) -> None:
-        """Subscribe to the heartbeats. Raises nats errors if the connection is closed."""
+        """Subscribe to the heartbeats. Raises NATS errors if the connection is closed."""
         self._subscription = await self._client.subscribe(alive_subject(self._worker_id), cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Take over the worker once the other publisher is silent. Time without a NATS connection does not count."""
+        """Take over the worker once the other publisher is silent. Time without a connection to NATS does not count."""
         while True:
             if not self._changelog.yielded:
                 await self._wakeup.wait()

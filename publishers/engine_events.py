@@ -22,7 +22,7 @@ PROCESS_TIERS = (Tier.HBM, Tier.CPU_DRAM)
 
 @dataclass(frozen=True, slots=True)
 class LocalHashes:
-    """Local hashes of blocks whose tokens are unknown: one for each hash of the event.
+    """Local hashes of blocks whose tokens are unknown: one for each hash in the event.
 
     `chain`: see `kvatlas.identity.Scope`. `root`: the hash before a prompt's first block (of external chains).
     """
@@ -37,20 +37,20 @@ class EngineStored:
     """Blocks were stored; one event for each physical copy.
 
     `token_ids`: `len(hashes) * block_size` ids, or none for an offload placeholder, which names blocks already known by their
-    hash. `extra_keys`: one entry per block, or None; neither the adapter nor the salt is in it (canonical form:
-    `kvatlas.blocks.hashing`). `kind` and `window_tokens`: the group's attention, None if not in the event. `lookahead_tokens`:
-    number of tokens after a block that its hash covers; `lookahead`: the tokens after the last block. `salt_inherited`: an
-    event with a parent but no salt has its parent's salt (vLLM sends the salt only with the first block, SGLang with every
-    event of a chain). `adapter_named=False`: `adapter` is the engine's own id, not the name that requests use.
-    `removal_told=False`: the removal of these copies is never reported (they are in a store from which others evict too).
-    `offloaded`: from a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event may omit
-    them; a known hash keeps its block. `local_hashes`: sent instead of token ids. `sequence_hashes`: packed; sent instead of
-    both by a publisher that has the tokens. `block_bytes`: bytes of KV cache per block, 0 if not in the event. `untold_keys`:
-    a human-readable text about keys that distinguish the engine's blocks but are missing from its events; empty if none.
-    `located=False`: hashes and parents don't show where in a prompt the blocks are. `removes_held`: the event's form belongs
-    to versions that may report the removal of blocks that they still hold. `chunk_removal_told=False`: it is unknown whether
-    the removal of blocks larger than the engine's is reported. `maybe_again`: the event may report held blocks again instead
-    of new copies.
+    hash. `extra_keys`: one entry per block, or None; it contains neither the adapter nor the salt (canonical form:
+    `kvatlas.blocks.hashing`). `kind` and `window_tokens`: the attention of the group, None if not in the event.
+    `lookahead_tokens`: number of tokens after a block that its hash covers; `lookahead`: the tokens after the last block.
+    `salt_inherited`: an event with a parent but no salt has its parent's salt (vLLM sends the salt only with the first block,
+    SGLang with every event of a chain). `adapter_named=False`: `adapter` is the engine's own id, not the name that requests
+    use. `removal_told=False`: the removal of these copies is never reported (they are in a store from which others evict too).
+    `offloaded`: the event is from a KV connector of an engine whose hashes cover adapter, salt and extra keys, while the event
+    may omit them; a known hash keeps its block. `local_hashes`: sent instead of token ids. `sequence_hashes`: packed; sent
+    instead of both by a publisher that knows the tokens. `block_bytes`: bytes of KV cache per block, 0 if not in the event.
+    `untold_keys`: a human-readable text about keys that distinguish the engine's blocks but are missing from its events; empty
+    if none. `located=False`: hashes and parents don't show where in a prompt the blocks are. `removes_held`: the event's form
+    belongs to versions that may report the removal of blocks that they still hold. `chunk_removal_told=False`: it is unknown
+    whether the removal of blocks larger than the engine's is reported. `maybe_again`: the event may report held blocks again
+    instead of new copies.
     """
 
     hashes: Sequence[EngineHash]
@@ -81,13 +81,14 @@ class EngineStored:
 
     @property
     def chain(self) -> str:
-        """Chain of the event's blocks."""
+        """The chain of the event's blocks."""
         return OWN_CHAIN if self.local_hashes is None else self.local_hashes.chain
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """One physical copy of each block is gone. `last`: it was the last one of the tier and group, even if more were counted."""
+    """One physical copy of each block is gone. `last`: it was the last copy in the tier and group, even if more were
+    counted."""
 
     hashes: Sequence[EngineHash]
     tier: Tier = Tier.HBM
@@ -105,7 +106,7 @@ class EngineDropped:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block of these tiers is gone, by default of all tiers in the engine's own process."""
+    """Every block in these tiers is gone; by default, in all tiers of the engine's own process."""
 
     tiers: Sequence[Tier] = PROCESS_TIERS
 
@@ -122,7 +123,7 @@ EngineEvent = EngineStarted | EngineStored | EngineRemoved | EngineDropped | Eng
 class OpenHeader:
     """The fields of a batch of the open event forms besides its events.
 
-    `event_ids`: the number of each event, with its bytes, if the form numbers events. `load`: input of
+    `event_ids`: the number of each event, with the event's bytes, if the form numbers events. `load`: input of
     `kvatlas.fleet.reported_load.read_load`. `shutdown`: the engine is about to stop.
     """
 
@@ -139,8 +140,8 @@ class EngineBatch:
     """One step's events. `skipped` describes each event that could not be decoded; the rest of the batch is used.
 
     `lost`: a skipped event removed unknown blocks, so all blocks known before it are uncertain; `events` are those after it.
-    `unknown_at`: number of events before one of an unknown kind that names no blocks but may have removed some; None if there
-    is none. `header`: for the open forms.
+    `unknown_at`: the number of events before one of an unknown kind that names no blocks but may have removed some; None if
+    there is no such event. `header`: set for the open forms.
     """
 
     events: Sequence[EngineEvent]

@@ -1,4 +1,5 @@
-"""A publisher's view of its engine, other than its blocks: state, load, and the data-parallel rank of its events."""
+"""A publisher's view of its engine, apart from its blocks: its state, its load, and the data-parallel rank of its
+events."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -26,7 +27,7 @@ class EngineView:
         poller: "EnginePoller | None",
         feed_alive: Callable[[], bool] | None,
     ) -> None:
-        """`poller`: set with an engine URL. `feed_alive`: True if the engine's feed is connected."""
+        """`poller`: set if there is an engine URL. `feed_alive`: True if the engine's feed is connected."""
         self.poller = poller
         self.reported_load: WorkerState | None = None
         """Last load that an engine of the open event forms reported."""
@@ -40,8 +41,8 @@ class EngineView:
         self._created_s = monotonic()
 
     def hear(self, dp_rank: int | None) -> bool:
-        """Record a batch of this data-parallel rank. True if the rank is the worker's. If the settings have no rank, the first
-        batch sets it."""
+        """Record a batch from this data-parallel rank. Returns True if the rank is the worker's. If the settings give no rank,
+        the first batch sets it."""
         self._heard_s = monotonic()
         if dp_rank is None or dp_rank == self._heard_rank:
             return True
@@ -55,8 +56,8 @@ class EngineView:
 
     @property
     def state(self) -> EngineState:
-        """The engine's state from its health; without an engine URL, from its feed; without a feed, up. A draining engine is
-        draining instead of up."""
+        """The engine's state according to its health; without an engine URL, according to its feed; without a feed, up. A
+        draining engine is draining instead of up."""
         state = self._observed_state
         return EngineState.DRAINING if self.draining and state is EngineState.UP else state
 
@@ -79,7 +80,7 @@ class EngineView:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens per block: from the engine's events, or from its metrics before the first event."""
+        """Tokens per block: from the engine's events or, before the first event, from its metrics."""
         return self._ledger.block_size or (self.poller.block_size if self.poller is not None else None)
 
     @property
@@ -89,10 +90,11 @@ class EngineView:
 
     @property
     def silence_s(self) -> float | None:
-        """Seconds since its last batch; None before the first."""
+        """Seconds since the engine's last batch; None before the first one."""
         return None if self._heard_s is None else monotonic() - self._heard_s
 
     @property
     def awaited_s(self) -> int | None:
-        """Seconds since the publisher's start if the engine has never been up; None if it was, or its health is not polled."""
+        """Seconds since the publisher's start if the engine has never been up; None if it has been, or if its health is not
+        polled."""
         return int(monotonic() - self._created_s) if self.poller is not None and not self.poller.was_up else None

@@ -1,7 +1,7 @@
 """Checks that the NATS server belongs to the publisher's fleet, if the fleet id is set. The indexers answer.
 
-The publisher asks before it publishes anything, and repeatedly later. Without an answer it continues: no indexer could assign
-its workers to another fleet, and an indexer that starts later sees the fleet id in the heartbeats.
+The publisher asks before it publishes anything, and repeatedly after that. If there is no answer, it continues: no indexer
+could assign its workers to another fleet, and an indexer that starts later sees the fleet id in the heartbeats.
 """
 
 import anyio
@@ -22,7 +22,7 @@ class FleetCheck:
     def __init__(
         self, client: Client, fleet_id: str, workers: str, nats_name: str, every_s: float = ASK_EVERY_S
     ) -> None:
-        """`workers`: ids of the published workers, in one line."""
+        """`workers`: the ids of the published workers, as one line of text."""
         self._client = client
         self._fleet_id = fleet_id
         self._question = FleetIdentity(fleet=fleet_id, member=workers, publisher=True).pack()

@@ -1,4 +1,5 @@
-"""Sends the worker's heartbeat each second: its incarnation, its acknowledged seq, the engine's state and load (thin)."""
+"""Sends the worker's heartbeat every second, with its incarnation, its acknowledged seq, and the engine's state and load
+(thin)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ class DoctorFacts(NamedTuple):
 
 
 class HeartbeatSender:
-    """Call `run` (until cancelled), and `send` at once when something changes that routers should know."""
+    """Call `run` (until cancelled), and `send` immediately when something changes that routers should know about."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class HeartbeatSender:
         self._every_s = every_s
 
     def heartbeat(self, state: EngineState | None = None) -> Heartbeat:
-        """The heartbeat to send now. `state`: replaces the engine's state."""
+        """The heartbeat to send now. `state`: overrides the engine's state."""
         facts = self._doctor_facts()
         return Heartbeat(
             worker_id=self._outbox.worker_id,

@@ -1,4 +1,5 @@
-"""Begins a worker's incarnations when due, once the stream takes messages and a grant allows the snapshot."""
+"""Begins a worker's incarnations when they are due, once the stream accepts messages and a grant allows the
+snapshot."""
 
 import logging
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class IncarnationStarter:
             return changelog.begin_incarnation(incarnation, time_us(), inject_headers())
 
     def _grant_request(self, incarnation: int) -> GrantRequest | None:
-        """The request for a snapshot of the current size; None if it needs no grant."""
+        """The request for permission to send a snapshot of the current size; None if it needs no grant."""
         size = self._changelog.snapshot_bytes
         if size <= UNGRANTED_SNAPSHOT_BYTES or self._changelog.yielded:
             return None

@@ -1,4 +1,4 @@
-"""What the parts of one publisher share."""
+"""The objects that the parts of one publisher share."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from kvatlas_publishers.stream.changelog import Changelog
 
 @dataclass(slots=True)
 class PublisherParts:
-    """`due`: woken when an incarnation is due, or a waiting one may continue. `client` is set when the publisher is entered."""
+    """`due`: woken when an incarnation is due, or when a waiting one may continue. `client`: set when the publisher is
+    entered."""
 
     settings: PublisherSettings
     changelog: Changelog

@@ -84,12 +84,13 @@ class Publisher(BlockRecorder):
         on_engine_restart: Callable[[], None] = lambda: None,
         on_start_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """`nats`: a connection, or an address to connect to (retried with back-off, forever). `ledger`: a saved one.
+        """`nats`: a connection, or an address to connect to (retried forever, with back-off). `ledger`: a saved ledger.
 
-        `begin=False`: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is
-        connected; used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change` and
-        `on_engine_restart` need an engine URL: the engine's state changed, or its process was replaced. `on_start_over`: all
-        known blocks were dropped. Raises InvalidValue for impossible settings.
+        `begin=False`: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is connected;
+        used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change`: called when the
+        engine's state changes; `on_engine_restart`: called when its process is replaced (both need an engine URL).
+        `on_start_over`: called when all known blocks have been dropped. Raises InvalidValue for settings that can't be
+        combined.
         """
         self.settings = settings
         self.worker_id = settings.worker_id
@@ -237,8 +238,8 @@ class Publisher(BlockRecorder):
                 await self._client.flush()
 
     def drain(self) -> None:
-        """Drain the worker, because its engine is about to stop: routers send it no new requests. It is published until
-        then."""
+        """Drain the worker, because its engine is about to stop: routers send it no new requests. Until it stops, it
+        continues to be published."""
         self.engine.draining = True
         self.beat()
 
@@ -251,8 +252,8 @@ class Publisher(BlockRecorder):
     # ---------------------------------------------------------------- recording
 
     def record(self, batch: EngineBatch) -> None:
-        """Record an engine's batch. It is folded at once if nothing is in flight, otherwise together with batches of the next
-        5 ms."""
+        """Record an engine's batch. It is folded immediately if nothing is in flight; otherwise together with the batches of
+        the next 5 ms."""
         if not self.engine.hear(batch.dp_rank):
             self.counters.feed_unheard += 1
             return
@@ -316,7 +317,7 @@ class Publisher(BlockRecorder):
         self._fold_loop.publish(events)
 
     def _told_of_blocks(self) -> tuple[ReuseOfGroups, int | None, BlockSizes, str | None]:
-        """The facts in heartbeats about the worker's blocks."""
+        """The facts about the worker's blocks that heartbeats report."""
         ledger = self.ledger
         return ledger.reuse, self.engine.block_size, ledger.sizes, ledger.chain
 

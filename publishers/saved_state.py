@@ -1,7 +1,7 @@
-"""State that a publisher keeps across restarts: the ledger, the position in the engine's feed, the last incarnation.
+"""The state that a publisher keeps across restarts: the ledger, the position in the engine's feed, and the last incarnation.
 
 It is one file with a checksum, replaced as a whole (new file written, synced, renamed, folder synced). If the file is missing,
-torn, of another version or of another worker, the publisher starts empty; this is not an error.
+torn, from another version or for another worker, the publisher starts empty; this is not an error.
 """
 
 import logging
@@ -52,7 +52,8 @@ class StateFile:
 
     @classmethod
     def of(cls, folder: Path | None, worker_id: str) -> Self | None:
-        """The file in this folder; None without one. Raises SettingsError if the folder can't be created or written."""
+        """The file in this folder; None if no folder is given. Raises SettingsError if the folder can't be created or
+        written."""
         if folder is None:
             return None
         try:
@@ -65,7 +66,7 @@ class StateFile:
         return cls(folder, worker_id)
 
     def try_save(self, state: SavedState, counters: PublisherCounters) -> bool:
-        """`save`, counted. An error is logged, because publishing continues."""
+        """Call `save`, and count the outcome. An error is only logged, because publishing continues."""
         try:
             self.save(state)
         except OSError as error:
@@ -76,7 +77,7 @@ class StateFile:
         return True
 
     def save(self, state: SavedState) -> None:
-        """Replace the file. After a crash at any point it has either the old or the new state. Raises OSError."""
+        """Replace the file. After a crash at any point, it holds either the old or the new state. Raises OSError."""
         model = [state.weight_version, dict(state.adapter_roots)]
         body = msgpack.packb(
             [state.worker_id, state.incarnation, state.continuity, state.ledger, state.started_us, *model]
@@ -97,7 +98,7 @@ class StateFile:
             os.close(folder)
 
     def discard(self) -> bool:
-        """Delete the file. True if there was one. Raises OSError."""
+        """Delete the file. Returns True if there was one. Raises OSError."""
         there = self.path.exists()
         self.path.unlink(missing_ok=True)
         return there

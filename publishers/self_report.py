@@ -25,7 +25,7 @@ _EXPLAINED = {
     Reason.NO_EVENTS: ("feed", "engine", "block_size_untold"),
     Reason.HOLES: ("gaps",),
 }
-"""Diagnoses that name the cause more exactly."""
+"""Diagnoses that state the cause more precisely."""
 _NOT_STORED = (
     Reason.ADAPTER_UNNAMED,
     Reason.REMOVAL_UNTOLD,
@@ -36,7 +36,7 @@ _NOT_STORED = (
 )
 """Reasons for blocks that the ledger does not count as stored in groups of full attention."""
 BLOCKED_S = 2.0
-"""Within this time, refused messages are normally sent again, and a new leader of the stream is elected."""
+"""Time within which refused messages are normally sent again, and a new leader of the stream is elected."""
 
 
 class SelfReport:
@@ -177,6 +177,6 @@ class SelfReport:
 
     @property
     def _server_name(self) -> str | None:
-        """The NATS server that the publisher is connected to."""
+        """The name of the NATS server to which the publisher is connected."""
         server = self._client.connected_url
         return None if server is None else redact_url(server.geturl())

@@ -31,15 +31,15 @@ from kvatlas_publishers.stream.checkpoints import CheckpointSettings
 from kvatlas_publishers.stream.outbox import OutboxLimits
 
 FETCHED_TIERS = (Tier.CPU_DRAM,)
-"""Tiers that connectors read from by default: an engine serves its peers from its host memory."""
+"""The tiers from which connectors read by default: an engine serves its peers from its host memory."""
 
 
 class PublisherSettings(BaseModel):
     """`block_bytes`: bytes of KV cache per block; 0: computed from `token_bytes`, or unknown if that is 0 too. `engine_url`:
-    source of health and metrics; without it the engine counts as up. `partitions`: number in the whole fleet. `events=False`:
-    the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms. `shared_store`: the store that the
-    engine reads and writes. `read_setup_us` and `read_us_per_mib`: for the publisher of a store. `fleet_id`: other fleets'
-    indexers ignore the worker."""
+    source of health and metrics; without it the engine counts as up. `partitions`: the number of partitions in the whole
+    fleet. `events=False`: the engine publishes no events. `engine_id` and `hash_chain`: for the open event forms.
+    `shared_store`: the store that the engine reads and writes. `read_setup_us` and `read_us_per_mib`: only for the publisher
+    of a store. `fleet_id`: indexers of other fleets ignore the worker."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -88,8 +88,8 @@ class PublisherSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: PublishSettings) -> Self:
-        """From a process's settings, which have the same names. If they name a data-parallel rank, the worker is that
-        rank."""
+        """Create the settings from those of a process, which have the same names. If they name a data-parallel rank,
+        the worker is that rank."""
         rank = settings.dp_rank
         given = {name: getattr(settings, name) for name in cls.model_fields if hasattr(settings, name)}
         if rank is not None:
@@ -142,7 +142,7 @@ class PublisherSettings(BaseModel):
 
     @property
     def _fetchable_tiers(self) -> tuple[str, ...]:
-        """Labels of the tiers from which others fetch."""
+        """The labels of the tiers from which others can fetch."""
         return () if self.kv_connector is None else tuple(tier.label for tier in self.kv_tiers or FETCHED_TIERS)
 
     def endpoint(

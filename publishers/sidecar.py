@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 200
-"""Packing the state takes at most 1/SAVE_SHARE of the time."""
+"""Packing the state may take at most 1/SAVE_SHARE of the time."""
 CLOSE_S = 3.0
 LOOK_S = 1.0
-"""Interval of checks whether an engine without a connection lists other sockets."""
+"""Interval at which an engine without a connection is checked for a new list of sockets."""
 _LIST_SOCKETS = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG)
 
 log = logging.getLogger("kvatlas.publisher")
@@ -48,7 +48,7 @@ log = logging.getLogger("kvatlas.publisher")
 async def run_sidecar(
     settings: PublishSettings | Sequence[PublishSettings], ready: Callable[[Sequence[Publisher]], None] | None = None
 ) -> None:
-    """Publish until cancelled. Several settings mean several engines or ranks, all over the first one's NATS.
+    """Publish until cancelled. Several settings mean several engines or ranks, which all use the NATS of the first one.
 
     `ready` is called once every feed has caught up and every worker is published. On cancellation the sidecar saves the ledgers
     and reports the workers as draining in heartbeats. They are not retired, so that a restarted sidecar can continue.
@@ -104,8 +104,8 @@ async def run_sidecar(
 async def _status_page(
     settings: PublishSettings, published: Sequence[Publisher], workers: int, open_engines: Mapping[str, OpenEngine]
 ) -> AsyncIterator[None]:
-    """Serve the status page if a port is set. It starts before NATS is reached, because a process that waits for NATS is
-    alive."""
+    """Serve the status page if a port is set. It starts before NATS has been reached, because a process that is waiting
+    for NATS is alive."""
     if settings.status_port is None:
         yield
         return
@@ -139,11 +139,11 @@ def _sidecar(
 
 
 class EngineSidecar:
-    """One engine rank: its feed, its publisher, its saved state."""
+    """One engine rank, with its feed, its publisher and its saved state."""
 
     def __init__(self, settings: PublishSettings) -> None:
-        """Raises SettingsError if there is no endpoint, a rank's endpoints have no port to add to, or the state folder can't be
-        written."""
+        """Raises SettingsError if there is no endpoint, if a rank's endpoints have no port to add to, or if the state folder
+        can't be written."""
         rank = settings.dp_rank
         self._settings = settings
         self._publisher_settings = PublisherSettings.of(settings)
@@ -213,7 +213,7 @@ class EngineSidecar:
             self._feed = None
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled; after `open`."""
+        """Publish until cancelled. Call `open` first."""
         publisher, feed = self._publisher, self._feed
         assert feed is not None
         if publisher.engine.poller is not None:
@@ -320,7 +320,7 @@ class EngineSidecar:
                     saved_at = batches
 
     def _state(self, publisher: Publisher, feed: Feed) -> SavedState:
-        """The ledger with its matching position in the feed."""
+        """The ledger, with the matching position in the feed."""
         publisher.settle()
         poller = publisher.engine.poller
         return SavedState(

@@ -24,8 +24,8 @@ from kvatlas_publishers.status_page import status_page
 def application(
     published: Sequence[Publisher], workers: int, takers: Mapping[str, OpenEngine] | None = None
 ) -> Starlette:
-    """`published` grows until all of the process's `workers` are published. `takers`: by worker, the engines that accept
-    batches here."""
+    """`published` grows until all of the process's `workers` are published. `takers`: the engines that accept batches
+    here, by worker."""
     life = token_hex(8)
 
     async def healthz(_: Request) -> Response:

@@ -14,7 +14,7 @@ from kvatlas_publishers.publisher import Publisher
 from kvatlas_publishers.stream.changelog import Changelog
 
 MOST_NAMED = 3
-"""Limit of workers named in the page's title."""
+"""Maximum number of workers named in the page's title."""
 
 _COLUMNS = (
     Column("worker"),

@@ -9,13 +9,13 @@ server needs:
     prompts/          turns requests into prompts in their scopes, and finds the catalogue to look them up in
     tokens/           turns text into token ids
     admission/        a queue for requests while all workers are full
-    answers/          server-sent events, and errors in answers, read as they pass
-    engine_objects/   which worker keeps stored responses, files and the like
-    upstream/         connections to engines, and how their answers are judged
-    progress/         finds engines that have work but compute nothing, probes and avoids them
-    ejection/         avoids workers that fail too often, for a while
-    disaggregation/   a prefill worker and a decode worker for one request
+    answers/          reads server-sent events, and errors in answers, as they pass
+    engine_objects/   finds the worker that keeps stored responses, files and the like
+    upstream/         connects to engines, and judges their answers
+    progress/         finds, probes and avoids engines that have work but compute nothing
+    ejection/         temporarily avoids workers that fail too often
+    disaggregation/   splits a request between a prefill worker and a decode worker
     held_bookings.py  bookings for requests that other programs send
-    litellm/          lets LiteLLM's Router choose deployments by kvatlas
+    litellm/          lets LiteLLM's Router choose deployments through kvatlas
     status_page/      the status page of `kvatlas router`
 """

@@ -25,17 +25,17 @@ from kvatlas_router.tenant_gate import TenantGate, permit_of, proof_in
 
 MOST_NAMED = 100
 OPERATORS_TENANT = b"x-kvatlas-tenant"
-"""The header with which an operator's call names the tenant of a request that another program sends."""
+"""The header in which an operator's call gives the tenant of a request that another program sends."""
 
 _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBorders:
-    """`entrance` checks clients against the file of clients; None: all clients belong to the one tenant. `exchange` shares
-    clients' allowances per minute among routers. `salts`: each tenant's requests get their own cache salt
-    (`--salt-is-tenant`). `decisions`: answers have the decision header; None: only answers to keys that may see it or, if
-    callers have no keys, all answers of a router on loopback (`near`)."""
+    """`entrance` checks clients against the file of clients; None: all clients belong to the only tenant. `exchange`
+    shares clients' per-minute allowances among routers. `salts`: each tenant's requests get their own cache salt
+    (`--salt-is-tenant`). `decisions`: answers carry the decision header; None: only answers to clients whose keys may see
+    it or, if clients have no keys, all answers of a router on loopback (`near`)."""
 
     entrance: Entrance | None = None
     exchange: AllowanceExchange = field(default_factory=AllowanceExchange)
@@ -45,12 +45,13 @@ class ClientBorders:
     counters: TenancyCounters = field(default_factory=TenancyCounters)
 
     def guard(self, application: ASGIApp) -> ASGIApp:
-        """The application behind a gate at which clients prove their tenants; the application itself if they need not."""
+        """The application behind a gate at which clients prove their tenants; the application itself if they need not
+        prove them."""
         return application if self.entrance is None else TenantGate(application, self.entrance)
 
     def status(self, tenant_id: str) -> dict[str, Any]:
-        """Status for operators: the tenants and how often clients proved them. `tenant_id`: the tenant of a router with only
-        one."""
+        """Status for operators: the tenants, and how often clients have proved them. `tenant_id`: the tenant of a router
+        with only one."""
         named = [tenant_id] if self.entrance is None else list(self.entrance.clients.tenants)
         return {
             "proven": self.entrance is not None,
@@ -60,13 +61,13 @@ class ClientBorders:
         }
 
     def shows_decision(self, caller: Caller) -> bool:
-        """True if this caller's answers have the decision header."""
+        """True if this caller's answers carry the decision header."""
         if self.decisions is not None:
             return self.decisions
         return self.near if caller.sees_decisions is None else caller.sees_decisions
 
     def shows_cached(self, caller: Caller) -> bool:
-        """True if this caller's answers keep engines' counts of cached tokens: they concern its own tenant alone, or it may
+        """True if this caller's answers keep engines' counts of cached tokens: they concern only its own tenant, or it may
         see decisions."""
         return self.salts or not caller.is_proven or self.shows_decision(caller)
 
@@ -75,8 +76,8 @@ class ClientBorders:
         return ANYBODY if self.entrance is None else await self.entrance.prove(*proof_in(scope))
 
     def caller_of_operator(self, scope: Scope) -> Caller:
-        """The caller of an operators' request, identified by its token, or else by its address. A caller with a token may name
-        its tenant in a header. Raises InvalidValue for a bad header, or for one without a token."""
+        """The caller of an operators' request, identified by its token or, without one, by its address. A caller with a token
+        may give its tenant in a header. Raises InvalidValue if the header is invalid or is sent without a token."""
         named = [value.decode("utf-8", "replace") for name, value in scope["headers"] if name == OPERATORS_TENANT]
         token = scope.get(PROVEN)
         if token is None:

@@ -1,8 +1,8 @@
 """Bookings for requests that another program sends, held until that program reports their end or until they time out.
 
-A booking's id names its pool, its worker and its reservations in the store, so its end may be reported to any router of the
-pool. Only the router that made a booking learns from its answer. That router drops a booking once it finds that the store no
-longer has it. A booking also ends with its router's lease: when the router stops, or some seconds after it was killed.
+A booking's id names its pool, its worker and its reservations in the store, so its end can be reported to any router of the
+pool. Only the router that made a booking learns from its answer. That router drops the booking once it finds that the store
+no longer has it. A booking also ends with its router's lease: when the router stops, or a few seconds after it was killed.
 """
 
 import asyncio
@@ -33,21 +33,22 @@ HELD_S = 600.0
 ID_VERSION = 1
 MOST_HELD = 100_000
 MOST_HELD_OF_CLIENT = 2_000
-"""A client that holds more has forgotten to end some: an engine runs a few hundred requests at a time."""
+"""A client that holds more bookings has forgotten to end some, since an engine runs only a few hundred requests at a
+time."""
 MOST_ENDED = 10_000
 CHECK_S = 15.0
-"""A booking whose end was reported to another router is dropped within twice this time."""
+"""A booking whose end has been reported to another router is dropped within twice this time."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class TooManyHeld(KvatlasError):
-    """The router, or one client, holds too many bookings."""
+    """The router or one of its clients holds too many bookings."""
 
 
 class HeldCounters(Protocol):
-    """`held`: bookings made. `held_done`: bookings whose end was reported here. `held_expired`: bookings released because their
-    end was never reported."""
+    """`held`: bookings that were made. `held_done`: bookings whose end was reported here. `held_expired`: bookings released
+    because their end was never reported."""
 
     held: int
     held_done: int
@@ -56,8 +57,8 @@ class HeldCounters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BookingId:
-    """The content of a booking's id. `pool_id` '': nothing is booked in the store. `reservations`: the answering worker's, then
-    that of a separate prefill worker, if any."""
+    """The content of a booking's id. If `pool_id` is '', nothing is booked in the store. `reservations`: first the answering
+    worker's, then that of a separate prefill worker, if any."""
 
     pool_id: str
     worker_id: str
@@ -110,7 +111,7 @@ class HeldBookings:
         most_of_client: int = MOST_HELD_OF_CLIENT,
         check_s: float = CHECK_S,
     ) -> None:
-        """`held_s`: a booking whose end is not reported by then is released."""
+        """`held_s`: a booking whose end has not been reported after this time is released."""
         self._client = client
         self._counters = counters
         self._held_s = held_s
@@ -130,8 +131,9 @@ class HeldBookings:
     async def book(
         self, prompt: Prompt, avoid: frozenset[str] = frozenset(), *, pd: bool = False, client: str = ""
     ) -> tuple[str, Choice | PairChoice]:
-        """Book a worker. Returns the booking's id, to end it with, and the choice. `pd`: book a pair as `route_pd` does.
-        `client`: the caller, whose bookings are limited. Raises what `RouterClient.route` raises, and TooManyHeld."""
+        """Book a worker. Returns the booking's id, which is needed to end it, and the choice. `pd`: book a pair as
+        `route_pd` does. `client`: the caller, whose bookings are limited. Raises TooManyHeld, or whatever
+        `RouterClient.route` raises."""
         own = self._of_client[client]
         if len(self._tasks) >= self._most or own >= self._most_of_client:
             booked = f"{own} bookings of this client ({len(self._tasks)} in all) have not ended"
@@ -155,7 +157,7 @@ class HeldBookings:
         return str(held.id), choice
 
     async def first_token(self, held_id: str) -> bool:
-        """Record that the request's prefill is over. False if no router holds the id."""
+        """Record that the request's prefill is over. Returns False if no router holds the id."""
         held = self._held.get(held_id)
         if held is None:
             return await self._report_elsewhere(held_id, None)
@@ -164,9 +166,10 @@ class HeldBookings:
         return True
 
     def end(self, held_id: str, usage: Usage | None, timings: Timings | None = None, *, well: bool) -> bool:
-        """Record that the request is over; `well`: it was answered. False if this router does not hold the id.
+        """Record that the request is over; `well`: it was answered successfully. Returns False if this router does not
+        hold the id.
 
-        Without `timings` the time from `book` to `first_token` counts as the time to the first token.
+        Without `timings`, the time from `book` to `first_token` counts as the time to the first token.
         """
         held = self._held.pop(held_id, None)
         if held is None:
@@ -179,7 +182,7 @@ class HeldBookings:
         return True
 
     async def end_elsewhere(self, held_id: str, *, well: bool) -> bool:
-        """End another router's booking. False if no router holds the id. Raises Unreachable."""
+        """End another router's booking. Returns False if no router holds the id. Raises Unreachable."""
         return await self._report_elsewhere(held_id, Outcome.FINISHED if well else Outcome.FAILED)
 
     async def _report_elsewhere(self, held_id: str, outcome: Outcome | None) -> bool:
@@ -233,7 +236,8 @@ class HeldBookings:
                 held.choice.cancel()
 
     async def _let_go_of_ended(self) -> None:
-        """Drop the bookings that the store no longer has: their end was reported to another router, or the lease expired."""
+        """Drop the bookings that the store no longer has: either their end was reported to another router, or their lease
+        expired."""
         while self._check.running:
             await asyncio.sleep(self._check_s)
             by_pool: dict[str, dict[bytes, _HeldBooking]] = {}

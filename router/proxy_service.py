@@ -1,7 +1,7 @@
 """Runs the proxy as a process: the parts that route requests, connections to the engines, and a server.
 
 When cancelled, it drains. First it reports that it is not ready but still takes requests, until load balancers have noticed.
-Then it takes no more requests, and running ones may finish.
+Then it takes no more requests, and lets the running ones finish.
 """
 
 import logging
@@ -37,9 +37,10 @@ from router_client.learning.condition import RequestEnds
 
 CLOSE_S = 5.0
 ENGINE_TIMEOUT_S = 600.0
-"""An engine counts as gone after this time without a byte. Even the longest prompts take less time to compute."""
+"""An engine counts as gone after this time without a byte. Even the longest prompts take less time than this to
+compute."""
 CUT_S = 2.0
-"""Time for answers that were cut off to send their errors."""
+"""Time that answers that were cut off have to send their errors."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -47,7 +48,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until cancelled, then drain. `ready` is called once with the base URL, as soon as requests are accepted.
 
-    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
+    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, or Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
     access = settings.http
@@ -101,7 +102,7 @@ async def run_proxy(settings: ProxySettings, ready: Callable[[str], None] | None
 
 
 async def _drain(application: ProxyApplication, settings: ProxySettings, serving: anyio.CancelScope) -> None:
-    """Wait until no request runs, at most for the time in the settings."""
+    """Wait until no request is running, but no longer than the settings allow."""
     with anyio.CancelScope(shield=True):
         application.draining = True
         if settings.drain_s:

@@ -1,6 +1,7 @@
 """The gate in front of the proxy's application. A request passes if its tenant is proven and its client is within its limits.
 
-Its `Permit` is then in the scope (`permit_of`), and its answer's headers say what is left of the limits (`x-ratelimit-*`).
+Its `Permit` is then in the scope (`permit_of`), and the headers of its answer say what is left of the limits
+(`x-ratelimit-*`).
 """
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -61,7 +62,7 @@ class TenantGate:
         return sent
 
     def _bounded(self, scope: Scope, permit: Permit, receive: Receive) -> Receive:
-        """`receive`, but raising BodyTooLong above the caller's limit."""
+        """A `receive` that raises BodyTooLong above the caller's limit."""
         caller = permit.caller
         if (limit := caller.limits.body_bytes) is None:
             return receive
@@ -74,7 +75,8 @@ class TenantGate:
 
 
 def proof_in(scope: Scope) -> tuple[RawHeaders, str, frozenset[str]]:
-    """What a request shows to prove its sender, for `Entrance.prove`: headers, address, names in its client's certificate."""
+    """What a request shows to prove its sender, for `Entrance.prove`: its headers, its address, and the names in its client's
+    certificate."""
     return scope["headers"], scope["client"][0] if scope["client"] else "", scope.get(CERTIFICATE, frozenset())
 
 

@@ -6,7 +6,7 @@ async with RouterClient.open("redis://127.0.0.1:6379") as router:
     async with router.route(Prompt.of_tokens(Scope("llama", "llama"), token_ids)) as choice:
         print(choice.url, choice.explain())
 
-`SyncRouterClient` is the same without `async` and `await`.
+`SyncRouterClient` offers the same calls without `async` and `await`.
 
 The path of one choice through the files is in `docs/architecture.md`. The servers that build on it are in `router/`.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names together on first use: redis-py and pydantic take a few tenths of a second."""
+    """Import the public names together on first use: importing redis-py and pydantic takes a few tenths of a second."""
     if name.startswith("__") and name != "__all__":  # names that the import system looks up on a package
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = import_module("router_client.api")

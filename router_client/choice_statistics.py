@@ -26,10 +26,10 @@ from router_client.results import Choice, fell_open_for_want_of
 
 
 class ChoiceStatistics:
-    """Counts choices, compares predictions with answers, and publishes both to `feed`; `history` has the last minutes'
-    choices.
+    """Counts choices, compares predictions with answers, and publishes both to `feed`; `history` holds the choices of
+    the last few minutes.
 
-    `output_lengths=None`: answers' lengths are not learned.
+    `output_lengths=None`: output lengths are not learned.
     """
 
     def __init__(self, bounds: BoundShares, fetches: Fetches, output_lengths: OutputLengths | None) -> None:
@@ -45,7 +45,7 @@ class ChoiceStatistics:
         self._log = RateLimitedLog(logging.getLogger("router_client"))
 
     def count_choice(self, choice: Choice, started_ns: int) -> None:
-        """Count a choice. `started_ns`: when it started, by `time.perf_counter_ns`."""
+        """Count a choice. `started_ns`: when it started, as given by `time.perf_counter_ns`."""
         counters, result = self.counters, choice.result
         counters.routed += 1
         self._count_fall(choice)
@@ -78,7 +78,7 @@ class ChoiceStatistics:
         self.history.record(decision, without_index=choice.basis in (Basis.LOAD, Basis.PREFIX_HASH))
 
     def _count_fall(self, choice: Choice) -> None:
-        """Count a choice that fell open by its cause, and log it now and then."""
+        """Count a choice that fell open under its cause, and log it now and then."""
         if (cause := fell_open_for_want_of(choice)) is None:
             return
         self.counters.open_connections += cause == "connections"

@@ -70,18 +70,18 @@ _log = logging.getLogger("router_client")
 Request = Prompt | RequestHints | RequestShape
 
 MOST_TRACED = 8
-"""Limit of candidates that a trace explains for each choice."""
+"""Maximum number of candidates that a trace explains for each choice."""
 
 
 class RouterClient:
-    """Compares workers with `overlap` and `rank`, and chooses with `route` and `reserve`. Tasks of one event loop may share
-    it.
+    """Compares workers with `overlap` and `rank`, and chooses one with `route` or `reserve`. Can be shared between tasks of
+    one event loop.
 
-    `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline whatever the
-    store does (`Choice.basis` says how); it raises Unreachable only if the pool's workers were never read. All calls raise
-    InvalidValue for a request that breaks the contract.
+    `overlap` and `rank` raise Unreachable if the store does not answer. A choice is made within the deadline, whatever the
+    store does (`Choice.basis` says how); it raises Unreachable only if the pool's workers have never been read. All calls
+    raise InvalidValue for a request that breaks the contract.
 
-    Enter the client (`async with`) if it books in a store: this renews its lease there, and exiting the block releases
+    Enter the client (`async with`) if it books in a store: it then renews its lease there, and exiting the block releases
     everything that is still booked.
     """
 
@@ -97,9 +97,9 @@ class RouterClient:
         engine_hashes: EngineHashSource | None = None,
     ) -> None:
         """Works on an index, a fleet reader and reservations that the caller keeps open; `RouterClient.open` creates them from
-        a URL. Without reservations the client books in this process, and knows only its own choices. `store`: where it reports
-        its prediction accuracy (`answers`). `engine_hashes`: for engines that fetch blocks by each other's own hashes (KVCR);
-        without it, nothing is fetched by such hashes."""
+        a URL. Without reservations, the client books in this process and knows only its own choices. `store`: the store to
+        which it reports its prediction accuracy (`answers`). `engine_hashes`: needed for engines that fetch blocks by each
+        other's own hashes (KVCR); without it, nothing is fetched in this way."""
         self.settings = settings or RouterSettings()
         self._index = index
         self._bounds = BoundShares(self.settings.rules)
@@ -167,9 +167,9 @@ class RouterClient:
         """`async with RouterClient.open(url) as router`: a client for the store that the indexer writes.
 
         `redis`: the store's URL, or a `RedisAccess` with certificates. `wait`: try again, with back-off, if the store is
-        unreachable or no indexer has created a layout yet; `on_wait` gets a line each time (default: a warning in the log).
-        Raises Unreachable (without `wait`), InvalidValue for the URL, LayoutMismatch if the store's layout has another
-        version, or (without `wait`) if it has none yet.
+        unreachable or no indexer has created a layout yet; `on_wait` is called with a line of text each time (default: log
+        a warning). Raises Unreachable (without `wait`), InvalidValue for an invalid URL, or LayoutMismatch if the store's
+        layout has a different version or (without `wait`) if there is no layout yet.
         """
         on_wait = on_wait or _log.warning
         async with connected_store(redis, wait=wait, on_wait=on_wait) as store:
@@ -219,7 +219,7 @@ class RouterClient:
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: if True, choices use load alone, without the index. May be set at any time."""
+        """The kill switch: if True, choices are made by load alone, without the index. May be set at any time."""
         return self._lookup.load_only
 
     @load_only.setter
@@ -233,34 +233,36 @@ class RouterClient:
 
     async def workers(self, scope: Scope) -> Mapping[str, FleetRecord]:
         """Every worker of the scope's pool by id, including those that get no requests now. If the store does not answer
-        within the deadline, the last-read workers. Raises Unreachable if there are none."""
+        within the deadline, returns the workers that were read last. Raises Unreachable if there are none."""
         return (await self._decider.read_pool(scope.pool_id)).records
 
     async def record_end(self, pool_id: str, id: bytes, outcome: Outcome | None) -> bool:
-        """Record how a reservation of any of the pool's routers ended, or (None) that its first token has arrived. False if it
-        does not (or no longer) exist. Raises Unreachable."""
+        """Record how a reservation of any of the pool's routers ended, or (None) that its first token has arrived. Returns
+        False if the reservation does not exist, or no longer exists. Raises Unreachable."""
         if outcome is None:
             return await self._reservations.record_first_token(pool_id, id)
         return await self._reservations.release(pool_id, id, outcome)
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """Which of these reservations, made by any router of the pool, have not ended. Raises Unreachable."""
+        """Return those of these reservations, made by any router of the pool, that have not ended. Raises
+        Unreachable."""
         return await self._reservations.find_booked(pool_id, ids)
 
     def rates(self, scope: Scope) -> Mapping[str, LearnedRates]:
-        """The learned rates of the scope's pool, by worker. Workers without evidence are priced with the configured
+        """The rates learned for the scope's pool, by worker. Workers without evidence are priced with the configured
         rates."""
         return self._learner.learned(scope.pool_id)
 
     async def locate(self, scope: Scope, block: int | BlockKey) -> Sequence[Residency]:
         """Every residency of one block, by worker and tier. `block`: its sequence hash, or a key that contains it
-        (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` also accepts engines' own hashes). Raises Unreachable;
-        InvalidValue for a key without a sequence hash; NotSupported if the client's index answers overlaps only."""
+        (`kvatlas.blocks.block_names`; `kvatlas.block_lookup` also accepts engines' own hashes). Raises Unreachable,
+        InvalidValue for a key without a sequence hash, or NotSupported if the client's index answers only overlap
+        queries."""
         return await self._block_index().locate(scope, said_sequence_hash(block))
 
     async def children(self, scope: Scope, prefix: int | BlockKey | None = None) -> Sequence[Residency]:
-        """Every residency of the blocks that follow this one (None: of first blocks), by hash, worker and tier. Raises as
-        `locate` does, and NotSupported without a side index (`kvatlas indexer --side-index`)."""
+        """Every residency of the blocks that follow this one (None: of the first blocks), by hash, worker and tier.
+        Raises what `locate` raises, and NotSupported if there is no side index (`kvatlas indexer --side-index`)."""
         return await self._block_index().children(scope, None if prefix is None else said_sequence_hash(prefix))
 
     async def overlap(self, request: Request) -> PromptOverlap:
@@ -277,7 +279,7 @@ class RouterClient:
         return PromptOverlap(prompt.input_tokens, workers, self._builder.remarks(prompt, pool))
 
     async def rank(self, request: Request) -> Ranking:
-        """Every candidate with every term of its cost, cheapest first; empty without candidates."""
+        """Every candidate with every term of its cost, cheapest first; empty if there are no candidates."""
         prompt = self._prompt(request)
         with decision_span("rank", request_id=prompt.id, model_id=prompt.scope.model_id) as span:
             ranking = await self._decider.rank(prompt)
@@ -287,7 +289,7 @@ class RouterClient:
     async def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> Choice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers not to choose. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers that must not be chosen. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return await self._choose(request, avoid, book=not dry_run)
 
@@ -295,10 +297,10 @@ class RouterClient:
     async def route(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[Choice]:
         """`async with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        It is chosen and reserved in one call, over the reported load and the live reservations of all routers. Ties are broken
-        by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router. Call
-        `await choice.first_token()` when the prefill is over. Exiting the block ends the request (as failed if by an
-        exception), unless `choice.done(...)` already has. Raises NoWorkers.
+        It is chosen and reserved in one call, which takes into account the reported load and the current reservations of all
+        routers. Ties are broken by a hash of the prompt, the worker and the seed: evenly, and in the same way on every router.
+        Call `await choice.first_token()` when the prefill is over. Exiting the block ends the request (as failed, if an
+        exception caused the exit), unless `choice.done(...)` has already done so. Raises NoWorkers.
         """
         choice = await self.reserve(request, avoid=avoid)
         try:
@@ -311,8 +313,8 @@ class RouterClient:
     async def turns(
         self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
     ) -> tuple[Turns, bool]:
-        """Which of this router's waiting requests may be tried now, and whether the store said so; see `Reservations.turns`.
-        If the store does not answer, or is far away, this router orders its own requests."""
+        """Find out which of this router's waiting requests may be tried now, and whether the store decided that; see
+        `Reservations.turns`. If the store does not answer, or is far away, this router orders its own requests."""
         return await self._decider.turns(pool_id, left, waiting)
 
     async def reserve_pd(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> PairChoice:
@@ -323,7 +325,7 @@ class RouterClient:
     async def route_pd(self, request: Request, *, avoid: Collection[str] = ()) -> AsyncIterator[PairChoice]:
         """`async with router.route_pd(request) as pair`: the workers for prompt and answer, both reserved.
 
-        `pair.prefill` is None if one worker does both, because that is cheaper or because there is little to compute. Both are
+        `pair.prefill` is None if one worker does both because that is cheaper or because there is little to compute. Both are
         chosen and reserved in one call, and released together, as in `route`. Raises NoWorkers.
         """
         pair = await self.reserve_pd(request, avoid=avoid)
@@ -395,7 +397,7 @@ def _describe(span: Span, choice: Choice) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """Load the store's functions and build the schema of records. During the first choice, that would exceed the
-    deadline."""
+    """Load the store's functions and build the schema of records. If this were left to the first choice, that choice
+    would exceed its deadline."""
     FleetRecord.model_rebuild()
     await asyncio.gather(*(library.prepare(store) for library in (FLEET_LIBRARY, INDEX_LIBRARY, POOL_LIBRARY)))

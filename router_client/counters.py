@@ -10,19 +10,19 @@ from kvatlas.telemetry.distribution import TOKENS, Distribution
 class RouterCounters:
     """Plain integers since the client was created; a client from `RouterClient.open` exports them as metrics.
 
-    `routed`: choices, including `by_load` and `by_prefix_hash` without the index, and `followed` by another policy
-    (`agreed`: cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
-    `booking_failures`, `fleet_failures`: calls that the store did not answer in time. `open_index`, `open_fleet`,
+    `routed`: choices, including `by_load` and `by_prefix_hash` without the index, and `followed` by another policy (`agreed`:
+    cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
+    `booking_failures`, `fleet_failures`: calls to the store that were not answered in time. `open_index`, `open_fleet`,
     `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: based on the last-read pool
-    records). `booked`, `released`: reservations in the store; `lapsed`: times that this router's lease had expired when it was
-    renewed. `decision_time`, `lookup_time`, `booking_time`: seconds of each choice, and of its calls to the store.
-    `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those that the chosen worker held;
-    `resident_tokens`: tokens in these, of which its engine would reuse `usable_tokens`. `predicted_tokens`: tokens that it was
-    predicted to hold. `learned`: finished requests that contributed to rates; `said_nothing`: those that did not. `pairs`:
-    choices with a prefill worker. `no_room`, `over_slo`: choices of a worker that had no room, or would miss the SLO.
-    `found_more`, `found_fewer`: cached tokens that engines found beyond, or short of, the prediction. `prompt_tokens`: of
-    answers that report cached tokens. `saved_tokens`, `saved_s`: cached tokens, and the time that computing them would have
-    taken.
+    records). `booked`, `released`: reservations in the store; `lapsed`: how often this router's lease had expired by the time
+    it was renewed. `decision_time`, `lookup_time`, `booking_time`: seconds taken by each choice, and by its calls to the
+    store. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those of them that the chosen worker held;
+    `resident_tokens`: tokens in the latter, of which the worker's engine would reuse `usable_tokens`. `predicted_tokens`:
+    tokens that it was predicted to hold. `learned`: finished requests that contributed to rates; `said_nothing`: those that
+    did not. `pairs`: choices with a prefill worker. `no_room`, `over_slo`: choices of a worker that had no room, or would miss
+    the SLO. `found_more`, `found_fewer`: cached tokens that engines found beyond, or short of, the prediction.
+    `prompt_tokens`: the prompt tokens of answers that report cached tokens. `saved_tokens`, `saved_s`: cached tokens, and the
+    time that computing them would have taken.
     """
 
     routed: int = 0

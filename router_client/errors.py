@@ -9,8 +9,9 @@ from kvatlas.errors import KvatlasError
 
 
 class NoWorkers(KvatlasError):
-    """No worker of the request's pool can take it now: none is known, or none is alive, up and allowed."""
+    """No worker of the request's pool can take it now: either none is known, or none is alive, up and allowed."""
 
 
 class ClientClosed(KvatlasError):
-    """A sync client is used before it is entered, after it is exited, or in a process forked since."""
+    """A sync client is used before it has been entered, after it has been exited, or in a process that was forked in
+    the meantime."""

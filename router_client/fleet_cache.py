@@ -1,4 +1,5 @@
-"""The fleet records that a router decides by: read from a pool's reader and kept for a short time."""
+"""The fleet records on which a router bases its decisions. They are read with a fleet reader and kept for a short
+time."""
 
 import asyncio
 import time
@@ -18,7 +19,7 @@ EMPTY_GRACE_S = 60.0
 LISTED_S = 1.0
 """Minimum interval between reads of the whole fleet for requests for a model without workers."""
 BEHIND_S = 3.0
-"""Maximum age of the pool if the store is far away: it is then read in the background."""
+"""Maximum age of the pool if the store is far away, in which case it is read in the background."""
 
 
 class FleetReader(Protocol):
@@ -28,7 +29,7 @@ class FleetReader(Protocol):
         """Every worker of a pool by id, including those that currently get no requests. Raises Unreachable."""
 
     async def all(self) -> Mapping[str, FleetRecord]:
-        """The same for every pool."""
+        """Every worker of every pool by id, including those that currently get no requests. Raises Unreachable."""
 
 
 class StaticFleet:
@@ -48,7 +49,8 @@ class StaticFleet:
 
 def presume_alive(records: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecord]:
     """The records, except that a pool's lost workers count as alive if none of its workers can get requests. Their engines
-    were up when last heard from, and if all are silent at once, NATS or the publishers have failed, not the engines."""
+    were up when last heard from, and if all of them fall silent at the same time, it is NATS or the publishers that have
+    failed, not the engines."""
     silent = {id: one for id, one in records.items() if one.liveness is Liveness.LOST and one.state is EngineState.UP}
     if silent:
         served = {record.endpoint.pool_id for record in records.values() if record.routable}
@@ -59,9 +61,9 @@ def presume_alive(records: Mapping[str, FleetRecord]) -> Mapping[str, FleetRecor
 
 
 class LastKnownRecords:
-    """The last-read fleet records, as `presume_alive` returns them. A pool that is no longer read keeps its records for
-    EMPTY_GRACE_S from the first read without it: a store that came back without its data lacks them until the indexers have
-    written again."""
+    """The fleet records that were read last, as `presume_alive` returns them. A pool that is missing from what is read
+    keeps its records for EMPTY_GRACE_S from the first read without it, because a store that has come back without its data
+    lacks them until the indexers have written again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.records: Mapping[str, FleetRecord] = {}
@@ -81,7 +83,7 @@ class LastKnownRecords:
 
 
 class FleetCache:
-    """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds takes milliseconds.
+    """Keeps a pool for `max_age_ms`: records change once a second, and unpacking hundreds of them takes milliseconds.
 
     Callers that find an expired copy share one read, which continues even if they stop waiting for it.
     """
@@ -95,7 +97,8 @@ class FleetCache:
         profile: Callable[[str], Awaitable[CostProfile]] | None = None,
         fetches: FetchKnowledge | None = None,
     ) -> None:
-        """`profile`: the prices of a pool's workers; called while the records are read. `fetches`: see `Pool`."""
+        """`profile`: returns the prices of a pool's workers; called while the records are being read. `fetches`: see
+        `Pool`."""
         self._reader = reader
         self._rules = rules or BoundShares(ReuseRules())
         self._made_with: dict[str, int] = {}
@@ -115,8 +118,8 @@ class FleetCache:
         return fresh if fresh is not None else await asyncio.shield(self._start_read(pool_id))
 
     def read_behind(self, pool_id: str) -> Pool | None:
-        """The pool, at most BEHIND_S old, without waiting; if older than `max_age_ms`, it is refreshed in the background. None
-        if older than BEHIND_S."""
+        """The pool, without waiting. If it is older than `max_age_ms`, it is refreshed in the background. None if it is older
+        than BEHIND_S."""
         kept = self._kept.get(pool_id)
         age_s = self._clock() - kept[0] if kept is not None else float("inf")
         if age_s >= self._max_age_s:
@@ -131,10 +134,11 @@ class FleetCache:
         return await self.read_pool(pool_id)
 
     async def read_pool_in_time(self, pool_id: str, deadline: Deadline, *, call_store: bool) -> tuple[Pool, str]:
-        """The pool, read within READ_SHARE of the deadline, and ''. If that fails, the last-read pool, and the reason. With
-        `call_store` False, the last-read pool.
+        """The pool, read within READ_SHARE of the deadline, and ''. If that fails, the pool that was read last, and the
+        reason. If `call_store` is False, the pool that was read last.
 
-        A pool that was never read is waited for, because nothing can be decided without it; raises Unreachable if that fails.
+        Waits for a pool that has never been read, because nothing can be decided without it; raises Unreachable if that
+        fails.
         """
         if (fresh := self._fresh(pool_id)) is not None:
             return fresh, ""
@@ -149,16 +153,17 @@ class FleetCache:
             return self.last_known(pool_id) or known, f"fleet: {deadline.describe(error)}"
 
     def last_known(self, pool_id: str) -> Pool | None:
-        """The last-read pool, however old; None if it was never read."""
+        """The pool that was read last, however old it is; None if it has never been read."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None else None
 
     def known_pools(self) -> Collection[str]:
-        """Pools in which workers were ever found."""
+        """Pools in which workers have ever been found."""
         return list(self._kept)
 
     async def models(self) -> Sequence[tuple[str, str]]:
-        """The models that have workers, and their tokenizers, listed at most once in LISTED_S. Raises Unreachable."""
+        """The models that have workers, and their tokenizers, listed at most once every LISTED_S. Raises
+        Unreachable."""
         if self._clock() - self._listed_at >= LISTED_S:
             self._listed_at = self._clock()
             endpoints = [record.endpoint for record in (await self._reader.all()).values()]
@@ -173,12 +178,12 @@ class FleetCache:
         await asyncio.gather(*reads, return_exceptions=True)
 
     def _fresh(self, pool_id: str) -> Pool | None:
-        """The pool, if it was not read too long ago."""
+        """The pool, unless it was read too long ago."""
         kept = self._kept.get(pool_id)
         return kept[1] if kept is not None and self._clock() - kept[0] < self._max_age_s else None
 
     def _start_read(self, pool_id: str) -> "asyncio.Task[Pool]":
-        """Start a read unless one is running."""
+        """Start a read unless one is already running."""
         read = self._reads.get(pool_id)
         if read is None:
             read = self._reads[pool_id] = asyncio.create_task(self._read(pool_id), name="kvatlas fleet records")
@@ -208,7 +213,7 @@ class FleetCache:
     def _discard(self, pool_id: str, read: asyncio.Task[Pool]) -> None:
         del self._reads[pool_id]
         if not read.cancelled():
-            read.exception()  # retrieve the error; otherwise asyncio logs that it never was
+            read.exception()  # retrieve the error; otherwise asyncio logs that it was never retrieved
 
 
 async def _default_profile(pool_id: str) -> CostProfile:

@@ -1,4 +1,4 @@
-"""An event loop in its own thread, for callers that have no loop."""
+"""An event loop in its own thread, for callers that have no event loop."""
 
 import asyncio
 import ctypes
@@ -44,11 +44,12 @@ class _Call:
 
 
 class LoopThread:
-    """Runs coroutine functions for any number of threads; exiting its block cancels everything that still runs and ends the
-    thread.
+    """Runs coroutine functions for any number of threads. Exiting its block cancels everything that is still running, and
+    ends the thread.
 
     Each coroutine runs in a copy of its caller's context, so spans keep their parents. The thread does not outlive the
-    process, and a forked process does not have it: there every call raises ClientClosed, and exiting the block does nothing.
+    process, and a forked process does not have it: in such a process, every call raises ClientClosed, and exiting the block
+    does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,13 +81,14 @@ class LoopThread:
             raise ClientClosed(
                 f"the router client was opened in process {self._pid}, which forked; open one in process {os.getpid()}"
             )
-        with self._closing:  # so the loop's end cancels everything that starts before it, and loses nothing
+        with self._closing:  # so that ending the loop cancels everything that started before, and loses nothing
             if self._closed:
                 raise ClientClosed("the router client is closed")
             return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop)
 
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function; return or raise what it does. Interrupting the caller cancels it.
+        """Run the function, and return what it returns or raise what it raises. Interrupting the caller cancels the
+        function.
 
         Raises ClientClosed, also if the loop is closed in the meantime. Raises RuntimeError in the loop itself, which
         would otherwise wait for itself.
@@ -113,9 +115,9 @@ class LoopThread:
 
     @contextmanager
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enter an async context manager, and exit it with this block, both in one task of the loop.
+        """Enter an async context manager, and exit it together with this block, both in one task of the loop.
 
-        Exceptions of the block are not passed on to the manager.
+        Exceptions in the block are not passed on to the manager.
         """
         entered: Future[T] = Future()
         over = asyncio.Event()
@@ -145,7 +147,7 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """True if the block was left, in this process."""
+        """True if the block has been left in this process."""
         return self._closed
 
     @property
@@ -153,8 +155,8 @@ class LoopThread:
         return self._pid != os.getpid()
 
     def abandon(self) -> None:
-        """In a forked child, keep the parent's tasks alive. If Python collected them, they would clean up what belongs to the
-        parent, on connections that both processes share."""
+        """In a forked child, keep the parent's tasks alive. If they were garbage-collected, they would clean up what belongs
+        to the parent, over connections that both processes share."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(asyncio.all_tasks(self._loop)))
 
     def _serve(self) -> None:

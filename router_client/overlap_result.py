@@ -13,13 +13,13 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class WorkerOverlap:
-    """The part of a prompt that one worker holds, or one shared store (`kind` "store"). Blocks have its own block size;
-    `block_size` 0: it has announced no block yet.
+    """The part of a prompt that one worker, or one shared store (`kind` "store"), holds. Blocks are counted in the worker's
+    own block size (`block_size`; 0: it has not announced any block yet).
 
-    `resident_tokens` is a lower bound if the worker announces only every g-th block; its engine will really reuse
-    `usable_tokens` of them. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: it may get requests now.
-    `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them because they
-    were computed there; they never count as resident. `marks`: the worker's marks show where the prompt can resume.
+    `resident_tokens` is a lower bound if the worker announces only every g-th block; `usable_tokens` of them will really be
+    reused by its engine. `tokens_by_tier` counts each token once, in its nearest tier. `routable`: the worker may get requests
+    now. `predicted_tokens`: usable tokens of a worker without events (`events` False), which is predicted to hold them because
+    they were computed there; they never count as resident. `marks`: the worker's marks show where the prompt can resume.
     `upper_bound`: why `usable_tokens` is only an upper bound. `why`: why the usable tokens end where they do; empty if all
     resident tokens are usable.
     """
@@ -59,8 +59,8 @@ class WorkerOverlap:
 
 @dataclass(frozen=True, slots=True)
 class PromptOverlap:
-    """Every worker of a pool with the part of a prompt that it holds, most usable tokens first. `remarks`: see
-    `Ranking`."""
+    """Every worker of a pool with the part of a prompt that it holds; workers with the most usable tokens come first.
+    `remarks`: see `Ranking`."""
 
     input_tokens: int
     workers: Sequence[WorkerOverlap]
@@ -87,7 +87,8 @@ def list_overlaps(
     predicted: Mapping[str, int],
     bounds: BoundShares,
 ) -> tuple[WorkerOverlap, ...]:
-    """The overlap of each worker of a pool, most usable tokens first. `predicted`: tokens of workers without events."""
+    """The overlap of each worker of a pool; workers with the most usable tokens come first. `predicted`: the predicted
+    tokens of workers without events."""
     each = (_describe_overlap(prompt, record, held, predicted, bounds) for record in records.values())
     return tuple(sorted(each, key=_order))
 

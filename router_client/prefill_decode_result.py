@@ -1,4 +1,4 @@
-"""Results of `route_pd`: the worker that computes the answer, and the prefill worker, if that is a different one."""
+"""Results of `route_pd`: the worker that computes the answer, and the prefill worker if that is a different one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -53,7 +53,8 @@ class PairChoiceData:
 
     @property
     def ttft_us(self) -> int | None:
-        """Time to the first token: the prompt and the transfer; None if the profile does not predict it."""
+        """Time to the first token, which includes the prompt and the transfer; None if the profile does not predict
+        it."""
         parts = [choice.cost.ttft_us for choice in self._choices]
         return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -78,7 +79,8 @@ class PairChoiceData:
 
     @property
     def advice(self) -> Advice:
-        """GO: send the request. If even the best pair is full or misses the SLO: hold it back or refuse it."""
+        """GO: send the request. Otherwise even the best pair is full or misses the SLO: hold the request back or refuse
+        it."""
         if not self.over:
             return Advice.GO
         late = (self.ttft_us or 0) > self.decode.ranking.shed_factor * self._slo_ttft_us
@@ -90,7 +92,7 @@ class PairChoiceData:
         return max(1, -int((self._slo_ttft_us - (self.ttft_us or 0)) // 1_000_000))
 
     def explain(self) -> str:
-        """Both, term by term, and the cheapest alternative: with or without a separate prefill."""
+        """Both workers' costs, term by term, and the cheapest alternative with or without a separate prefill."""
         other = self.ranking.alternative
         if self.prefill is None:
             lines = [f"no separate prefill: {_explain_indented(self.decode)}"]
@@ -106,7 +108,7 @@ class PairChoiceData:
         return "\n".join(lines)
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The explanation as plain data, with up to `most` candidates of each kind."""
+        """The explanation as plain data, with at most `most` candidates of each kind."""
         return {
             "score_us": self.score_us,
             "ttft_us": self.ttft_us,

@@ -44,7 +44,8 @@ class OutputLimits:
     most: int | None = None
 
     def largest(self, usual: int) -> int:
-        """The largest allowed number of tokens; without a maximum, the `usual` one, at least the minimum."""
+        """The largest allowed number of tokens; if there is no maximum, the `usual` number, but at least the
+        minimum."""
         return max(usual, self.least) if self.most is None else self.most
 
     def clamp(self, tokens: int) -> int:
@@ -64,12 +65,11 @@ class Prompt:
     the router's settings say so. `select`: which workers may get the request. `reading`: the request's limits on reading the
     engine's prefix cache.
 
-    `output_tokens`: the expected length of the answer; with `output_limits`, only until the router has learned the length
-    of such answers, within these limits. `fetch_by`: connectors of engines to which the sender passes `Choice.fetch` on; a
-    worker with one of them may be priced as fetching KV from another. `strategy=None`: as the router's settings say.
-    `notes`: parts of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's
-    bill. `waiting`: how it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if it
-    says so.
+    `output_tokens`: the expected length of the answer; with `output_limits`, only until the router has learned the length of
+    such answers, within these limits. `fetch_by`: connectors of engines to which the sender passes `Choice.fetch` on; a worker
+    with one of them may be priced as fetching KV from another. `strategy=None`: the router's settings decide. `notes`: parts
+    of the request that were ignored, one line each. `program`: the program that sent it, for its tenant's bill. `waiting`: how
+    it waits while no worker has room; None: it is booked anyway. `wait_s`: how long it may wait, if the request says so.
     """
 
     scope: Scope
@@ -116,10 +116,11 @@ class Prompt:
         media: Sequence[MediaItem] = (),
         input_tokens: int | None = None,
     ) -> Self:
-        """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). `output_tokens` absent: learned.
-        `input_tokens`: the prompt's length, or an estimate, if only its first tokens are known.
+        """A prompt of token ids (a list, tuple or array of integers from 0 to 2^32-1). If `output_tokens` is absent, it
+        is learned. `input_tokens`: the prompt's length, or an estimate of it, if only its first tokens are known.
 
-        Raises InvalidValue for text or bytes. An out-of-range token id raises it later, when the prompt is looked up.
+        Raises InvalidValue for text or bytes. For an out-of-range token id, it is raised later, when the prompt is
+        looked up.
         """
         pack_tokens(tokens[:1])
         return cls(
@@ -149,7 +150,8 @@ class Prompt:
         slo: Slo = DEFAULT_SLO,
         id: str | None = None,
     ) -> Self:
-        """A prompt of precomputed sequence hashes, packed or as integers; `input_tokens` absent: the full blocks only.
+        """A prompt of precomputed sequence hashes, packed or as integers; if `input_tokens` is absent, the prompt consists
+        of the full blocks only.
 
         Raises InvalidValue for hashes that are not 64 bits long, a block size below 1, or fewer tokens than the blocks hold.
         """
@@ -168,11 +170,11 @@ class Prompt:
 
     @classmethod
     def of_hints(cls, hints: RequestHints, fallbacks: Fallbacks | None = None) -> Self:
-        """A prompt from a request's hints. Without a chain, block hashes are sequence hashes if all are integers or 16 hex
-        digits; otherwise their chain is `external:default`.
+        """A prompt from a request's hints. If the hints give no chain, block hashes are sequence hashes if all of them are
+        integers or 16 hex digits; otherwise their chain is `external:default`.
 
-        Raises InvalidValue for other text in the chain `own`, a prompt given twice or not at all, or a scope without a
-        model.
+        Raises InvalidValue for any other text in the chain `own`, for a prompt given twice or not at all, or for a scope
+        without a model.
         """
         known = fallbacks or Fallbacks()
         decode = hints.estimated_decode_tokens
@@ -206,10 +208,11 @@ class Prompt:
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
-        """A prompt from a request's shape. Its block hashes are sequence hashes of 16 hex digits, or an engine's own: of
-        its scope's chain, or of `external:default` if other text is among them.
+        """A prompt from a request's shape. Its block hashes are sequence hashes of 16 hex digits, or an engine's own
+        hashes, which belong to its scope's chain or, if other text is among them, to `external:default`.
 
-        `block_size` absent: taken from the blocks. Raises InvalidValue for other hashes, or blocks of different sizes.
+        If `block_size` is absent, it is taken from the blocks. Raises InvalidValue for other hashes, or blocks of
+        different sizes.
         """
         sizes = {key.token_count for key in shape.blocks} or {block_size or DEFAULT_BLOCK_TOKENS}
         if len(sizes) > 1 or (block_size is not None and sizes != {block_size}):
@@ -228,7 +231,8 @@ class Prompt:
 
     @classmethod
     def _of_blocks(cls, hints: RequestHints, known: Fallbacks, block_bytes: int) -> Self:
-        """A prompt from hints with a size for each block. A shorter last block is the prompt's tail, which is not shared."""
+        """A prompt from hints that give a size for each block. A shorter last block is the prompt's tail, which is not
+        shared."""
         shape, blocks = hints.to_shape(known), hints.blocks or ()
         size = blocks[0].token_count
         odd = next((at for at, one in enumerate(blocks) if one.token_count != size), None)
@@ -246,15 +250,16 @@ class Prompt:
         return prompt if set(sizes) == {block_bytes} else replace(prompt, byte_ends=(*accumulate(sizes),))
 
     def kv_bytes(self, first: int, end: int, block_size: int) -> int:
-        """KV bytes of tokens `first` up to `end`, rounded up, as given in the request; 0 for unknown. `block_size`: the
-        size that `block_bytes` refers to, if the prompt has none."""
+        """KV bytes of tokens `first` up to `end` according to the request, rounded up; 0 if unknown. `block_size`: the
+        size to which `block_bytes` refers, if the prompt has none."""
         size = self.block_size or block_size
         if not self.byte_ends:
             return -(-(end - first) * self.block_bytes // size)
         return self._bytes_before(end, size) - self._bytes_before(first, size)
 
     def _bytes_before(self, tokens: int, size: int) -> int:
-        """Bytes of the first `tokens` tokens in blocks of `size`; tokens after the last block count like that block's."""
+        """Bytes of the first `tokens` tokens in blocks of `size`; tokens after the last block count like those in that
+        block."""
         ends = (0, *self.byte_ends)
         at = min(tokens // size, len(ends) - 2)
         return ends[at] + -(-(tokens - at * size) * (ends[at + 1] - ends[at]) // size)
@@ -265,11 +270,11 @@ class Prompt:
 
     @property
     def is_whole(self) -> bool:
-        """True if all of its tokens, or their hashes, are known."""
+        """True if all of the prompt's tokens, or their hashes, are known."""
         return bool(self.hashes) if self.tokens is None else len(self.tokens) == self.input_tokens
 
     def required_blocks(self, block_size: int) -> int:
-        """Blocks of the prompt at a block size, including its partial last one."""
+        """Number of the prompt's blocks at a block size, including a partial last one."""
         return -(-self.input_tokens // block_size)
 
 

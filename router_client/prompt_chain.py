@@ -1,8 +1,8 @@
 """A prompt's hash chain, computed only as far as a worker holds it.
 
 The first lookup covers FIRST_BLOCKS blocks, each later one GROWTH times as many as the one before. So a cold prompt costs one
-round trip and FIRST_BLOCKS hashes however long it is, a hit of 1,024 blocks one round trip, one of 8,192 two. (Hashing that
-many takes about as long as a round trip.) Precomputed hashes are looked up at once.
+round trip and FIRST_BLOCKS hashes, however long it is; a hit of 1,024 blocks costs one round trip, and one of 8,192 blocks
+costs two. (Hashing that many takes about as long as a round trip.) Precomputed hashes are all looked up in one call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,14 @@ START_BLOCKS = 256
 
 
 class PromptChain:
-    """The chain of one prompt at one block size: packed sequence hashes by chunk, each computed once and kept."""
+    """The chain of one prompt at one block size: packed sequence hashes by chunk. Each chunk is computed once and
+    kept."""
 
     __slots__ = ("_chunks", "_pieces", "_ready", "_tokens")
 
     def __init__(self, prompt: Prompt, block_size: int, lookahead_tokens: int = 0) -> None:
-        """`lookahead_tokens`: tokens after a block that its hash covers (`kvatlas.blocks.hashing`); precomputed hashes cover
-        none."""
+        """`lookahead_tokens`: the number of tokens after a block that its hash also covers (`kvatlas.blocks.hashing`); for
+        precomputed hashes, there are none."""
         self._chunks: list[bytes] = []
         self._pieces: Iterator[bytes] | None = None
         self._ready: bytes | None = None
@@ -37,7 +38,7 @@ class PromptChain:
             self._ready = prompt.hashes
 
     def chunk(self, number: int) -> bytes:
-        """The chunk's hashes, empty after the last one. Raises InvalidValue for an out-of-range token id."""
+        """The hashes of a chunk; empty after the last chunk. Raises InvalidValue for an out-of-range token id."""
         if self._ready is not None:
             return self._ready if number == 0 else b""
         while self._pieces is not None and len(self._chunks) <= number:
@@ -57,17 +58,19 @@ class PromptChain:
         return b"".join(self._chunks)
 
     def prefix_hash(self, blocks: int) -> bytes:
-        """The hash of the prompt's first blocks, up to START_BLOCKS of them; without a full block, the fingerprint."""
+        """The hash of the prompt's first blocks, up to START_BLOCKS of them; if there is no full block, the
+        fingerprint."""
         return self._start[: blocks * HASH_BYTES][-HASH_BYTES:] or self.fingerprint
 
     @property
     def hashed_blocks(self) -> int:
-        """Blocks hashed so far."""
+        """Number of blocks hashed so far."""
         return sum(len(chunk) for chunk in self._chunks) // HASH_BYTES
 
     @property
     def fingerprint(self) -> bytes:
-        """Identifies the prompt for tie-breaking: the last hash of its start or, without a full block, its tokens."""
+        """Identifies the prompt for tie-breaking: the last hash of its start or, if there is no full block, its
+        tokens."""
         return self._start[-HASH_BYTES:] or pack_tokens(self._tokens[:START_BLOCKS])
 
     @property
@@ -79,7 +82,7 @@ class PromptChain:
 def _extra_keys(
     prompt: Prompt, tokens: Sequence[int], block_size: int, lookahead_tokens: int
 ) -> Sequence[ExtraKeys] | None:
-    """The extra keys of the prompt's media, followed by its own."""
+    """The extra keys for the prompt's media, followed by the prompt's own extra keys."""
     if not prompt.media:
         return prompt.extra_keys
     keys = media_keys(prompt.media, block_size, len(tokens) // block_size, lookahead_tokens)

@@ -1,4 +1,4 @@
-"""A feed of answered requests: hashes, sizes and times, no token ids. `kvatlas record` makes traces of them."""
+"""A feed of answered requests: hashes, sizes and times, no token ids. `kvatlas record` turns them into traces."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from router_client.prompt_chain import PromptChain
 BLOCK_TOKENS = 64
 """Block size of the published hashes."""
 MOST_WAITING = 4_096
-"""Limit of lines that wait for a follower; any more are dropped, and their number is reported."""
+"""Maximum number of lines that wait for a follower. Any more are dropped, and their number is reported."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class RequestFeed:
                 follower.lines.put_nowait(line)
 
     async def follow(self) -> AsyncIterator[bytes]:
-        """JSON lines from now on, until the feed is closed. The first line is empty, so that the reader knows that it is
+        """Yield JSON lines from now on, until the feed is closed. The first line is empty, to show the reader that it is
         connected."""
         if self._closed:
             return
@@ -76,7 +76,7 @@ def describe_request(
     prompt: Prompt, result: SelectionResult, usage: Usage, timings: Timings | None, arrived_us: int
 ) -> dict[str, Any]:
     """A request as a JSON object. `at_us`: microseconds since 1970. `hashes`: packed sequence hashes of the prompt's
-    blocks of BLOCK_TOKENS in base64; empty if unknown. The engine's load and the times are left out if they don't belong
+    blocks of BLOCK_TOKENS in base64; empty if unknown. The engine's load and the times are omitted if they don't belong
     together."""
     told: dict[str, Any] = {
         "at_us": arrived_us,

@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 RANK_HEADER = "X-Data-Parallel-Rank"
 MOST_NAMED = 16
-"""Limit of left-out workers that a text names; the data has all."""
+"""Maximum number of left-out workers that a text lists; the data contains all of them."""
 
 
 def headers_for(worker: EngineEndpoint) -> dict[str, str]:
-    """The headers that a request to this worker needs: the rank of a data-parallel engine."""
+    """The headers that a request to this worker needs; they name the rank of a data-parallel engine."""
     return {} if worker.dp_rank is None else {RANK_HEADER: str(worker.dp_rank)}
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose items are built on first access: a router that needs only the best of hundreds does not build them
-    all."""
+    """A sequence whose items are built on first access: a router that needs only the best of hundreds does not have to
+    build all of them."""
 
     __slots__ = ("_items", "_make")
 
@@ -73,12 +73,12 @@ class LazySequence(Sequence[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Every candidate with its cost, cheapest first, full ones last; empty without candidates.
+    """Every candidate with its cost, cheapest first, full ones last; empty if there are no candidates.
 
     `unread`: number of candidates that a choice did not read, because none of them costs less than the chosen one. `left_out`:
-    all other workers of the pool by id, each with the reason. `slo`: the request's. `remarks`: what was ignored in the
-    request, why no worker can hold its blocks, and which workers' blocks were not looked up, one line each. `index`: who
-    answered the lookup, and how old that answer may be, if the router has a local copy of the index.
+    all other workers of the pool by id, each with the reason. `slo`: the request's SLO. `remarks`: what was ignored in the
+    request, why no worker can hold its blocks, and which workers' blocks were not looked up, one line each. `index`: if the
+    router has a local copy of the index, what answered the lookup, and how old that answer may be.
     """
 
     input_tokens: int
@@ -98,12 +98,14 @@ class Ranking:
 
     @property
     def advice(self) -> Advice:
-        """GO: send the request. If every candidate is full or misses the SLO: hold it back or refuse it."""
+        """GO: send the request. Otherwise every candidate is full or misses the SLO: hold the request back or refuse
+        it."""
         return advise(self.results, self.slo, self.shed_factor)
 
     @property
     def retry_after_s(self) -> int:
-        """Estimated time for the best candidate to work off its excess over the SLO: whole seconds, at least 1."""
+        """Estimated time that the best candidate needs to work off its excess over the SLO, in whole seconds, at least
+        1."""
         late_us = (earliest_ttft_us(self.results) or 0) - self.slo.ttft_ms * 1_000
         return max(1, ceil(late_us / 1e6))
 
@@ -114,8 +116,8 @@ class Ranking:
         return "\n  ".join(lines)
 
     def notes(self) -> list[str]:
-        """One line each: the remarks, the index, the number of unread candidates, the advice unless it is GO, and the
-        left-out workers."""
+        """Notes, one line each: the remarks, the index, the number of unread candidates, the advice (unless it is GO),
+        and the left-out workers."""
         notes = [*self.remarks, *([f"index: {self.index}"] if self.index else [])]
         if self.unread:
             notes.append(f"{self.unread} more candidates were not read; none of them costs less")
@@ -126,7 +128,7 @@ class Ranking:
         return notes
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The ranking as plain data, with up to `most` candidates."""
+        """The ranking as plain data, with at most `most` candidates."""
         return {
             "input_tokens": self.input_tokens,
             "advice": self.advice.value,
@@ -143,9 +145,9 @@ class Ranking:
 class ChoiceData:
     """Where to send a request, and why: the common fields of `Choice` and `SyncChoice`.
 
-    `basis`: what the worker was chosen by, and `why` if not by cost, in one line. `would_be`: the worker that cost would have
-    chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is to fetch from another
-    engine; its `fields` have to be sent with the request.
+    `basis`: the basis on which the worker was chosen; `why`: the reason, in one line, if this was not cost. `would_be`: the
+    worker that cost would have chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is
+    to fetch from another engine; its `fields` have to be sent with the request.
     """
 
     worker_id: str
@@ -165,7 +167,7 @@ class ChoiceData:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers to send with the request: the rank of a data-parallel engine."""
+        """Headers to send with the request; they name the rank of a data-parallel engine."""
         return headers_for(self.endpoint)
 
     @property
@@ -179,7 +181,7 @@ class ChoiceData:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Bootstrap port of an SGLang prefill server, if reported."""
+        """The bootstrap port of an SGLang prefill server, if reported."""
         return self.endpoint.bootstrap_port
 
     @property
@@ -222,7 +224,7 @@ class ChoiceData:
 
     @property
     def source(self) -> str | None:
-        """The worker to read `result.transferred_tokens` from, if a transfer pays."""
+        """The worker from which to read `result.transferred_tokens`, if a transfer pays off."""
         return self.result.source
 
     @property
@@ -254,7 +256,7 @@ class ChoiceData:
         return "\n  ".join([*lines, *self.ranking.notes()])
 
     def explanation(self, most: int | None = None) -> dict[str, Any]:
-        """The choice and its ranking as plain data, with up to `most` candidates."""
+        """The choice and its ranking as plain data, with at most `most` candidates."""
         return {
             "worker": self.worker_id,
             "url": self.url,
@@ -283,7 +285,7 @@ class Choice(ChoiceData):
     answered: Callable[[Usage, Timings | None, Usage | None], None] | None = field(default=None, compare=False)
 
     async def first_token(self) -> None:
-        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """Report the first token: the prompt is no longer waiting at the worker. Does nothing if nothing is booked."""
         if self.reservation is not None:
             await self.reservation.first_token()
 
@@ -294,13 +296,13 @@ class Choice(ChoiceData):
         timings: Timings | None = None,
         whole: Usage | None = None,
     ) -> None:
-        """Report the end of the request: answered if `status` is 2xx, broken by its engine's failure if it is 500 or more,
-        otherwise failed (0: without an answer). Exiting the block of `route` does the same, as failed if by an exception. A
-        second call changes no booking.
+        """Report the end of the request: it was answered if `status` is 2xx, broken by a failure of its engine if that is
+        500 or more, and otherwise failed (0: no answer). Exiting the block of `route` does the same; if an exception causes
+        the exit, the request counts as failed. A second call changes no booking.
 
-        `usage`, from the engine's answer, is compared with the prediction; with the caller's `timings` (`AnswerClock`) the
-        worker's rates are learned from it. `whole`: the usage of the client's request, if this worker generated only the end
-        of its answer, so that `usage` counts the rest of it as prompt.
+        `usage`, from the engine's answer, is compared with the prediction; if the caller passes `timings` (`AnswerClock`),
+        the worker's rates are learned from it. `whole`: the usage of the client's request, if this worker generated only the
+        end of its answer, so that `usage` counts the rest of that answer as prompt.
         """
         well = 200 <= status < 300
         if well and self.answered is not None and usage is not None:
@@ -320,7 +322,8 @@ def _outcome_of(status: int) -> Outcome:
 
 
 def fell_open_for_want_of(choice: ChoiceData) -> str | None:
-    """What a choice that fell open lacked: `index`, `fleet`, `booking` or `connections`; None for one that did not."""
+    """What was missing when a choice fell open: `index`, `fleet`, `booking` or `connections`; None for a choice that
+    did not fall open."""
     part = choice.why.partition(":")[0]
     if part not in ("index", "fleet", "reservations"):
         return None
@@ -330,7 +333,7 @@ def fell_open_for_want_of(choice: ChoiceData) -> str | None:
 
 
 def list_left_out(left_out: Mapping[str, str], most: int) -> str:
-    """Up to `most` workers with the reason for each, and the number of those omitted."""
+    """At most `most` workers with the reason for each, and the number of those omitted."""
     named = ", ".join(f"{id} ({why})" for id, why in islice(left_out.items(), most))
     return f"{named} and {len(left_out) - most} more" if len(left_out) > most else named
 

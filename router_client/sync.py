@@ -43,7 +43,7 @@ class SyncChoice(ChoiceData):
     _thread: LoopThread = field(kw_only=True, compare=False, repr=False)
 
     def first_token(self) -> None:
-        """Report the first token: the prompt no longer waits at the worker. Does nothing if nothing is booked."""
+        """Report the first token: the prompt is no longer waiting at the worker. Does nothing if nothing is booked."""
         self._run(self._choice.first_token)
 
     def done(
@@ -103,7 +103,7 @@ def _wrap_pair(pair: PairChoice, thread: LoopThread) -> SyncPairChoice:
 def _waiting(
     call: Callable[Concatenate[RouterClient, P], Coroutine[Any, Any, T]],
 ) -> "Callable[Concatenate[SyncRouterClient, P], T]":
-    """The call for threads: it waits for the result."""
+    """The call for threads, which waits for the result."""
 
     @wraps(call)
     def wait(router: "SyncRouterClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,12 +118,12 @@ class SyncRouterClient:
 
     Any number of threads may share it; their calls run concurrently, over one pool of connections. It does not survive a
     fork: a server that forks opens one in each process, after the fork. Calls raise what those of `RouterClient` raise, and
-    ClientClosed outside the block and in another process. Code in the settings (a policy, a profile) runs in the loop's
+    also ClientClosed outside the block or in another process. Code in the settings (a policy, a profile) runs in the loop's
     thread, and must not call this client.
     """
 
     def __init__(self, client: AbstractAsyncContextManager[RouterClient]) -> None:
-        """`client`: must have no other user and must not have been entered yet."""
+        """`client`: must not be used by anything else, and must not have been entered yet."""
         self._unentered = client
         self._stack = ExitStack()
         self._open: tuple[RouterClient, LoopThread] | None = None
@@ -173,7 +173,7 @@ class SyncRouterClient:
 
     @property
     def feed(self) -> RequestFeed:
-        """See `RouterClient.feed`; it is followed in the client's event loop."""
+        """See `RouterClient.feed`; the feed is followed in the client's event loop."""
         return self._client.feed
 
     @property
@@ -188,7 +188,7 @@ class SyncRouterClient:
 
     @property
     def load_only(self) -> bool:
-        """The kill switch: if True, choices use load alone, without the index. May be set at any time."""
+        """The kill switch: if True, choices are made by load alone, without the index. May be set at any time."""
         return self._client.load_only
 
     @load_only.setter
@@ -216,7 +216,7 @@ class SyncRouterClient:
     def reserve(self, request: Request, *, avoid: Collection[str] = (), dry_run: bool = False) -> SyncChoice:
         """The cheapest worker, reserved until `choice.done()`. For callers that can't use `route`.
 
-        `avoid`: workers not to choose. `dry_run`: nothing is reserved. Raises NoWorkers.
+        `avoid`: workers that must not be chosen. `dry_run`: nothing is reserved. Raises NoWorkers.
         """
         return _wrap(self._thread.run(self._client.reserve, request, avoid=avoid, dry_run=dry_run), self._thread)
 
@@ -224,8 +224,8 @@ class SyncRouterClient:
     def route(self, request: Request, *, avoid: Collection[str] = ()) -> Iterator[SyncChoice]:
         """`with router.route(request) as choice`: the cheapest worker, reserved while the block runs.
 
-        Call `choice.first_token()` when the prefill is over. Exiting the block ends the request, as failed if by an exception.
-        Raises NoWorkers.
+        Call `choice.first_token()` when the prefill is over. Exiting the block ends the request (as failed, if an exception
+        caused the exit). Raises NoWorkers.
         """
         choice = self.reserve(request, avoid=avoid)
         try:

@@ -26,7 +26,7 @@ from kvatlas_simulator.settings import EngineSettings
 from kvatlas_simulator.zmq_events import open_feed
 
 GRACE_S = 2
-"""Time that open responses may continue after the engine is asked to stop."""
+"""How long open responses may continue after the engine has been asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ async def run_engine(
 def _build_cache(
     settings: EngineSettings, hasher: BlockHasher
 ) -> tuple[EngineCache, Callable[[], list[dict[str, Any]]]]:
-    """The cache of the model's groups, and what lists its blocks. Raises InvalidValue for sizes that don't fit each other."""
+    """Build the cache for the model's groups, and a function that lists its blocks. Raises InvalidValue for sizes that don't
+    fit together."""
     if settings.is_hybrid:
         hybrid = HybridCache(
             settings.cache_groups,

@@ -20,7 +20,7 @@ _RATES = StepCost()
 TOKEN_BYTES = 128 << 10
 """KV bytes per token of the model behind the default rates."""
 MAX_GPU_BLOCKS = 1 << 22
-"""Limit of blocks: each is an object of some hundreds of bytes."""
+"""Maximum number of blocks, each of which is an object of some hundreds of bytes."""
 
 
 class EngineSettings(ProcessSettings):
@@ -181,7 +181,7 @@ class EngineSettings(ProcessSettings):
 
     @property
     def transfer_us_per_token(self) -> float:
-        """Time to send a token's KV to another engine."""
+        """The time that it takes to send a token's KV to another engine."""
         return TOKEN_BYTES / (self.kv_gib_per_s * (1 << 30)) * 1e6
 
     def hasher(self, random_seed: int) -> SeededBlockHasher:

@@ -22,14 +22,14 @@ _Positive = Annotated[int, Field(ge=1)]
 
 
 class WorkloadSettings(BaseModel):
-    """Values are drawn uniformly from the ranges, both ends included."""
+    """Settings of a workload. Values are drawn uniformly from the ranges, including both ends."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
     sessions: _Positive = 32
     arrivals_per_s: float = Field(default=4.0, gt=0)
-    """Sessions that begin per second, as a Poisson process."""
+    """Number of sessions that begin per second, as a Poisson process."""
     turns: tuple[_Positive, _Positive] = (2, 6)
     system_prompts: _Positive = 4
     system_prompt_tokens: tuple[_Positive, _Positive] = (512, 2_048)
@@ -124,7 +124,7 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests, if every answer has its `max_tokens`."""
+        """Total prompt tokens of all requests, if every answer has its `max_tokens`."""
         total = 0
         for session in self.sessions:
             length = len(session.system_prompt)
@@ -165,7 +165,7 @@ class Conversation:
 
 
 def generate_workload(settings: WorkloadSettings) -> Workload:
-    """The workload of these settings."""
+    """Generate the workload for these settings."""
     rng = random.Random(settings.seed)
 
     def tokens(length: tuple[int, int]) -> tuple[int, ...]:

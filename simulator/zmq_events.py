@@ -1,8 +1,8 @@
 """vLLM's KV event feed: a PUB socket, and a ROUTER socket that replays the last batches.
 
 Frames and fields are those of vLLM 0.33: PUB `[topic, seq (8 bytes big-endian), payload]`; the payload is msgpack `[ts, events,
-data_parallel_rank]` with events as maps, without the fields that have their default. A replay request is `["", first seq (8
-bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
+data_parallel_rank]` with events as maps, without the fields that have their default value. A replay request is `["", first seq
+(8 bytes big-endian)]`; the reply is `["", topic, seq, payload]`..., `["", "", ff * 8, ""]`.
 """
 
 import logging
@@ -47,7 +47,7 @@ class EventEncoding:
     """The engine's data-parallel rank."""
 
     def encode_batch(self, ts: float, events: Sequence[KVEvent]) -> bytes:
-        """One payload. `ts` is in seconds since the epoch."""
+        """Encode one payload. `ts` is in seconds since the epoch."""
         packed: bytes = msgpack.packb([ts, [self._encode(event) for event in events], self.rank])
         return packed
 
@@ -97,7 +97,7 @@ class EventEncoding:
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """The two sockets. Port 0 or `*` takes a free port."""
+    """The two sockets. Port 0 or `*` picks a free port."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -128,7 +128,7 @@ class ZmqEventFeed:
         self.replay_endpoint = None if router is None else _bound_to(router, settings.replay_endpoint or "")
 
     async def publish(self, events: tuple[KVEvent, ...]) -> None:
-        """Send one batch. Without subscribers it is only kept for replay."""
+        """Send one batch. If there are no subscribers, it is only kept for replay."""
         seq = self._next_seq.to_bytes(8, "big")
         payload = self._encoding.encode_batch(time.time(), events)
         self._next_seq += 1
@@ -136,7 +136,7 @@ class ZmqEventFeed:
         await self._pub.send_multipart((self._topic, seq, payload))
 
     async def serve_replay(self) -> None:
-        """Answer replay requests until cancelled. Returns at once without a replay socket."""
+        """Answer replay requests until cancelled. Returns immediately if there is no replay socket."""
         if self._router is None:
             return
         while True:
@@ -167,7 +167,7 @@ async def open_feed(encoding: EventEncoding, settings: FeedSettings) -> AsyncIte
         _attach(pub, settings.endpoint, "--endpoint", bind=settings.bind or _binds_in_vllm(settings.endpoint))
         if settings.replay_endpoint is not None:
             router = open_socket(context, zmq.ROUTER)
-            # As in vLLM from 0.33 on, a slow reader loses nothing; the buffer bounds how much can queue.
+            # As in vLLM from 0.33 on, a slow reader loses nothing; the buffer limits how much can queue up.
             router.setsockopt(zmq.SNDHWM, 0)
             _attach(router, settings.replay_endpoint, "--replay-endpoint", bind=True)
         yield ZmqEventFeed(encoding, settings, pub, router)

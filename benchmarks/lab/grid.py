@@ -241,12 +241,12 @@ def to_markdown(results: Results, command: str, seeds: int, requests: int) -> st
     return "\n".join(
         [
             "## Every policy on every workload",
-            f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests or more, the "
-            f"first quarter of which only warms the caches; {seeds} seeds, each with its own requests, none of which was used to "
-            "tune the cost. At load 1, 90% of the requests are good under `lmetric` (first token within 2 s, 100 ms for each "
-            "later one). Each cell shows kvatlas' figure, then how much better or worse it is than the best rival's. A win or a "
-            "loss, shown with the rival's name, is a difference beyond its 95% interval, compared seed by seed; everything else "
-            "is a tie, in parentheses.",
+            f"{WORKERS} engines with attention's quadratic term, step overhead and preemption; {requests} requests or more, "
+            f"the first quarter of which only warms the caches; {seeds} seeds, each with its own requests, none of which was "
+            "used to tune the cost. At load 1, 90% of the requests are good under `lmetric` (first token within 2 s, 100 ms "
+            "for each later one). Each cell shows kvatlas' figure, then how much better or worse it is than the best rival's. "
+            "A win or a loss, shown with the rival's name, is a difference beyond its 95% interval, compared seed by seed; "
+            "everything else is a tie, in parentheses.",
             "", "```", command, "```", "", table, "",
             "**Against each rival**: wins/ties/losses in the rows above, and kvatlas' mean gain.",
             "", _rivals_table(results, places), "",

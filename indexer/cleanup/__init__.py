@@ -1,1 +1,1 @@
-"""Background work in the store: scrub, sweep, expiry of records, scopes and function libraries."""
+"""Background work in the store: scrubbing, sweeping, and the expiry of records, scopes and function libraries."""

@@ -1,4 +1,4 @@
-"""Deletes the function libraries of versions that no process runs any more. Only the owner of partition 0 does so."""
+"""Deletes the function libraries of versions that no process runs any more. Only the owner of partition 0 does this."""
 
 import logging
 from time import monotonic
@@ -13,10 +13,10 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 6 * MARK_EVERY_S
-"""How long a library must have had no mark: a store that lost its data has no marks until processes set them again."""
+"""How long a library must have been unmarked: a store that lost its data has no marks until processes set them again."""
 CHECK_EVERY_S = MARK_EVERY_S
 PARTITION = 0
-"""The owner of this partition does the check."""
+"""The owner of this partition does the checking."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -44,7 +44,7 @@ class LibraryExpiry:
                 log.warning("unused function libraries were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self, now_s: float) -> None:
-        """Delete libraries that have had no mark for UNUSED_S, as far as this replica knows."""
+        """Delete libraries that have not been marked as used for UNUSED_S, as far as this replica knows."""
         if PARTITION not in self._owned.partitions:
             self._unmarked_since_s = {}
             return

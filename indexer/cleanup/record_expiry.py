@@ -1,7 +1,7 @@
 """Decides which closed workers' records to delete (pure; times are seconds of the caller's clock).
 
-A closed record makes the index refuse the rest of its incarnation in the stream. Once nothing of that incarnation is left in
-the stream, the record is useless, but every pod that ever ran leaves one behind.
+A closed record makes the index refuse the rest of its incarnation in the stream. Once the stream holds nothing more of that
+incarnation, the record is useless, but every pod that ever ran leaves one behind.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ from kvatlas.index.protocol import WorkerRecord
 
 
 class RecordExpiry:
-    """A record is due once it has been closed, without blocks and unchanged, for `after_s`, as far as this replica knows."""
+    """A record is due for deletion once it has been closed, without blocks and unchanged, for `after_s`, as far as this replica
+    knows."""
 
     def __init__(self, after_s: float) -> None:
         """`after_s`: longer than the stream keeps a message."""
@@ -28,6 +29,6 @@ class RecordExpiry:
         self._closed = closed
 
     def due(self, now_s: float) -> list[tuple[str, int]]:
-        """(worker, incarnation) of the records to delete, repeated until an update lacks them."""
+        """(worker, incarnation) of the records to delete. A record is listed again until an update no longer contains it."""
         after_s = self._after_s
         return [(worker_id, inc) for worker_id, (inc, since_s) in self._closed.items() if now_s - since_s > after_s]

@@ -1,4 +1,4 @@
-"""Deletes unused scopes (tenants and adapters come and go). The owner of partition 0 does it for the whole index."""
+"""Deletes unused scopes (tenants and adapters come and go). The owner of partition 0 does this for the whole index."""
 
 import logging
 
@@ -11,11 +11,11 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 UNUSED_S = 600.0
-"""Far longer than any call to the store: scopes of a message that is being applied were registered at most a second or so
-ago."""
+"""Far longer than any call to the store: the scopes of a message that is being applied were registered a second or so ago at
+most."""
 CHECK_EVERY_S = 60.0
 PARTITION = 0
-"""The owner of this partition does the check."""
+"""The owner of this partition does the checking."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -44,6 +44,6 @@ class ScopeExpiry:
                 log.warning("unused scopes were not deleted (%s), retrying in %g s", error, CHECK_EVERY_S)
 
     async def tick(self) -> None:
-        """Delete the scopes that are unused now."""
+        """Delete the scopes that are currently unused."""
         while PARTITION in self._owned.partitions and (deleted := await self._index.forget_scopes(self._unused_s)):
             self._counters.scopes_forgotten += deleted

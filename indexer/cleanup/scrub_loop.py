@@ -1,7 +1,7 @@
 """Slowly recounts the blocks of each holder against its digest, to find damage that no message caused.
 
-Each replica scrubs the workers of its own partitions, because the messages that it applies show it what changes meanwhile. A
-damaged worker is marked in its record, so it is in doubt, and a snapshot repairs it.
+Each replica scrubs the workers of its own partitions, because the messages that it applies show it what changes during a round.
+A damaged worker is marked in its record; it is then in doubt, and a snapshot repairs it.
 """
 
 import logging
@@ -18,16 +18,17 @@ from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 PERIOD_S = 600.0
 BUDGET_BLOCKS = 500
-"""Entries per call: about a millisecond of the store's time."""
+"""Entries per call, which take about a millisecond of the store's time."""
 PAUSE_S = 0.02
-"""With the budget: 25,000 entries per second, at most a twentieth of the store's time."""
+"""Together with the budget, this allows 25,000 entries per second: at most a twentieth of the store's time."""
 CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.indexer")
 
 
 class Scrubber:
-    """Scrubs the shards of the owned partitions, each once per `period_s`, or without a pause if that is too short."""
+    """Scrubs the shards of the owned partitions, each once per `period_s`, or without pauses if a round takes longer than
+    that."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Scrubber:
         self._under_way &= set(mine)
         for shard in mine:
             if shard not in self._under_way:
-                # a newly owned shard also waits a period: its last owner may have just scrubbed it
+                # a newly owned shard also waits one period, because its last owner may have just scrubbed it
                 if now_s - self._began_s.setdefault(shard, now_s) < self._period_s:
                     continue
                 self._began_s[shard] = now_s

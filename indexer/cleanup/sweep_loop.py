@@ -11,7 +11,7 @@ from kvatlas_indexer.counters import IndexerCounters
 from kvatlas_indexer.ownership.owned_partitions import OwnedPartitions
 
 BUDGET_BLOCKS = 2_000
-"""Entries per call: a few milliseconds of the store's time."""
+"""Entries per call, which take a few milliseconds of the store's time."""
 PAUSE_S = 0.02
 IDLE_S = 1.0
 
@@ -24,7 +24,7 @@ class Sweeper:
         self._counters = counters
         self._owned = owned
         self.left: dict[int, int] = {}
-        """Retired holders left in each shard after the last call."""
+        """How many retired holders were left in each shard after the last call."""
 
     async def run(self) -> None:
         """Sweep until cancelled. If the store fails, the sweep continues later."""

@@ -1,1 +1,1 @@
-"""Decides which workers are alive, lost or retired, for routers."""
+"""Decides for routers which workers are alive, lost or retired."""

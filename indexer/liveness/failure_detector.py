@@ -1,6 +1,6 @@
-"""Decides which workers are alive, for routers (pure; times are seconds of the caller's monotonic clock).
+"""Decides for routers which workers are alive (pure; times are in seconds of the caller's monotonic clock).
 
-A worker without a heartbeat for LOST_AFTER_S is lost: routers skip it. After RETIRE_AFTER_S it is retired: its blocks are
+A worker is lost after LOST_AFTER_S without a heartbeat: routers skip it. After RETIRE_AFTER_S it is retired: its blocks are
 dropped. No worker is retired if most of the fleet fell silent at the same time, because this replica itself may be cut off.
 """
 
@@ -13,16 +13,17 @@ from kvatlas.fleet.records import EngineEndpoint, EngineState, FleetRecord, Hear
 LOST_AFTER_S = 5.0
 RETIRE_AFTER_S = 60.0
 AT_ONCE_S = 10.0
-"""Workers that fell silent within this time of each other count as silent at the same time."""
+"""Workers that fell silent within this many seconds of each other count as silent at the same time."""
 FEWEST_AT_ONCE = 3
-"""A smaller number of workers is retired even if it is most of the fleet: a mistake costs at most two snapshots."""
+"""A smaller number of workers is retired even if it is most of the fleet, because a mistake then costs at most two
+snapshots."""
 BLIND_FOR_S = 600.0
-"""After this long without a heartbeat a worker is retired in any case: the fleet must have been switched off."""
+"""After this long without a heartbeat, a worker is retired in any case, because the fleet must have been switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """A worker to retire, and the pool that has its record (None: no pool has one)."""
+    """A worker to retire, and the pool that holds its record (None: no pool holds one)."""
 
     worker_id: str
     pool_id: str | None
@@ -42,7 +43,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Notes:
-    """Other content of a worker's record."""
+    """The rest of what a worker's record holds."""
 
     applied_us: int = 0
     trace: str | None = None
@@ -64,7 +65,7 @@ class FailureDetector:
         describe_doubt: Callable[[str], str] = lambda _: "",
     ) -> None:
         """`vouches`: true if this worker's address has been checked against its publisher's identity. `tenants_of`: the
-        tenants from which this identity allows a worker to receive prompts. `describe_doubt`: a human-readable reason why
+        tenants whose prompts this identity allows a worker to receive. `describe_doubt`: a human-readable reason why
         the index may be wrong about a worker."""
         self._vouches = vouches
         self._tenants_of = tenants_of
@@ -76,16 +77,16 @@ class FailureDetector:
         self._unheard_since_s: dict[str, float] = {}
         self._notes: dict[str, _Notes] = {}
         self.lost = 0
-        """Workers lost so far; one that comes back may be lost again."""
+        """Number of workers lost so far; a worker that comes back may be lost again."""
         self.held_back = 0
-        """Retirements held back in the last round, because most of the fleet fell silent."""
+        """Number of retirements that the last round held back because most of the fleet had fallen silent."""
 
     def record_pulse(self, worker_id: str, now_s: float) -> None:
         """Record that a worker of the fleet was heard from; another replica may own it."""
         self._last_heard_s[worker_id] = now_s
 
     def adopt(self, records: Mapping[str, FleetRecord], now_s: float) -> None:
-        """Also judge workers of newly owned partitions, from their last records. Their clocks start now."""
+        """Start judging the workers of newly owned partitions too, from their last records. Their clocks start now."""
         for worker_id, record in records.items():
             self._last_heard_s.setdefault(worker_id, now_s)
             if worker_id not in self._workers:
@@ -102,13 +103,13 @@ class FailureDetector:
                 self._notes.setdefault(worker_id, _Notes(record.applied_us, record.trace, record.repair))
 
     def pool_of(self, worker_id: str) -> str | None:
-        """The pool of a judged worker; None for any other."""
+        """The pool of a worker that is judged here; None for any other worker."""
         worker = self._workers.get(worker_id)
         return worker.endpoint.pool_id if worker is not None else None
 
     def watch(self, worker_ids: Collection[str], now_s: float) -> None:
-        """Pass all owned workers that the index has not retired. Clocks of workers that are not judged yet start now:
-        retired workers that a late message brought back, or workers whose fleet record was lost."""
+        """Pass all owned workers that the index has not retired. For workers that are not judged yet, the clock starts now:
+        these are retired workers that a late message brought back, or workers whose fleet record was lost."""
         for worker_id in [w for w in self._unheard_since_s if w not in worker_ids or w in self._workers]:
             del self._unheard_since_s[worker_id]
         for worker_id in worker_ids:
@@ -117,8 +118,8 @@ class FailureDetector:
                 self._last_heard_s.setdefault(worker_id, now_s)
 
     def hear(self, beat: Heartbeat, now_s: float, now_us: int) -> bool:
-        """Record a heartbeat of an owned worker. True if routers should know at once: the worker is new or back, or its
-        engine's state or endpoint changed. If a worker has two publishers, the higher incarnation counts."""
+        """Record a heartbeat of an owned worker. Returns True if routers should hear of it immediately: the worker is new or
+        back, or its engine's state or endpoint has changed. If a worker has two publishers, the higher incarnation counts."""
         worker = self._workers.get(beat.worker_id)
         if worker is not None and beat.incarnation < worker.incarnation and now_s - worker.heard_s < LOST_AFTER_S:
             return False
@@ -136,8 +137,8 @@ class FailureDetector:
         return urgent
 
     def record_applied(self, worker_ids: Iterable[str], traces: Mapping[str, str], now_us: int) -> None:
-        """Record that messages of these workers were applied. `traces`: by worker, the W3C traceparent of the last applied
-        batch that began in an engine, if this replica traces."""
+        """Record that messages of these workers were applied. `traces`: for each worker, the W3C traceparent of the last
+        applied batch that began in an engine, if this replica traces."""
         for worker_id in worker_ids:
             self._notes_of(worker_id).applied_us = now_us
         for worker_id, trace in traces.items():
@@ -148,7 +149,7 @@ class FailureDetector:
         self._notes_of(worker_id).repair = repair
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop workers that are retired, or whose partitions now belong to another replica."""
+        """Drop the workers that are retired or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._workers if is_gone(w)]:
             del self._workers[worker_id]
             self._changed.discard(worker_id)
@@ -158,7 +159,7 @@ class FailureDetector:
             del self._notes[worker_id]
 
     def skip_pause(self, seconds: float, now_s: float) -> None:
-        """Ignore a period in which this process itself stood still (it was paused, or its machine slept)."""
+        """Ignore a period in which this process itself stood still (because it was paused, or its machine slept)."""
         for worker in self._workers.values():
             worker.heard_s = min(now_s, worker.heard_s + seconds)
         for clocks in (self._last_heard_s, self._unheard_since_s):
@@ -166,7 +167,7 @@ class FailureDetector:
                 clocks[worker_id] = min(now_s, at_s + seconds)
 
     def detect(self, now_s: float) -> list[Retirement]:
-        """Mark silent workers as lost. Returns the workers to retire, again in each round until they are forgotten."""
+        """Mark silent workers as lost. Returns the workers to retire; each is returned in every round until it is forgotten."""
         due: list[tuple[Retirement, float]] = []
         for worker_id, worker in self._workers.items():
             silent_s = now_s - worker.heard_s
@@ -191,24 +192,24 @@ class FailureDetector:
         return retirements
 
     def take_changed(self) -> dict[str, FleetRecord]:
-        """The records of workers heard or changed since the last call."""
+        """The records of the workers that were heard from or changed since the last call."""
         changed = {worker_id: self._record(worker_id) for worker_id in self._changed}
         self._changed.clear()
         return changed
 
     def restore_changed(self, changed: Mapping[str, FleetRecord]) -> None:
-        """After a failed write: mark these workers as changed, so that the next `take_changed` returns their then-current
-        records."""
+        """After a failed write, mark these workers as changed, so that the next `take_changed` returns the records that they
+        have by then."""
         self._changed.update(worker_id for worker_id in changed if worker_id in self._workers)
 
     def lost_records(self) -> dict[str, FleetRecord]:
-        """The records of lost workers; `take_changed` returns them only once."""
+        """The records of lost workers, which `take_changed` returns only once."""
         lost = [worker_id for worker_id, worker in self._workers.items() if worker.liveness is Liveness.LOST]
         return {worker_id: self._record(worker_id) for worker_id in lost}
 
     @property
     def lost_now(self) -> int:
-        """Number of lost workers, except those that announced their departure."""
+        """Number of lost workers, not counting those that announced their departure."""
         lost = (one for one in self._workers.values() if one.liveness is Liveness.LOST)
         return sum(one.state is not EngineState.DRAINING for one in lost)
 
@@ -241,7 +242,8 @@ class FailureDetector:
 
 
 def _most_fell_silent(last_heard_s: list[float], at_s: float, now_s: float) -> bool:
-    """True if most workers that were alive at `at_s` were last heard from at about that time. `last_heard_s`: ascending."""
+    """True if most of the workers that were alive at `at_s` were last heard from at about that time. `last_heard_s` is
+    ascending."""
     first = bisect_left(last_heard_s, at_s - AT_ONCE_S)
     after = bisect_left(last_heard_s, min(at_s + AT_ONCE_S, now_s - LOST_AFTER_S))
     silent, alive = after - first, len(last_heard_s) - first

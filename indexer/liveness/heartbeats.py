@@ -1,4 +1,4 @@
-"""Receives heartbeats, and writes the owned workers' fleet records for routers (thin: the rules are in `failure_detector`)."""
+"""Receives heartbeats and writes the owned workers' fleet records for routers (thin: the rules are in `failure_detector`)."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -31,11 +31,11 @@ WRITE_EVERY_S = 1.0
 SHORTEST_PAUSE_S = 0.05
 """Minimum pause between two urgent rounds."""
 PAUSED_S = 4.0
-"""A longer gap means that this process stood still. Longer than the time between two rounds, and shorter than the silence that
-a worker is allowed."""
+"""A longer gap means that this process stood still. It is longer than the time between two rounds, and shorter than the silence
+that a worker is allowed."""
 DELETE_RECORD_AFTER_S = 3600.0
 ADOPT_EVERY_S = 15.0
-"""Time within which a fleet record that no replica judges is found. A paused replica may have written it after the worker was
+"""Time within which a fleet record is found that no replica judges. A paused replica may have written it after the worker was
 retired, or a failover of the store may have brought it back."""
 
 log = logging.getLogger("kvatlas.indexer")
@@ -59,8 +59,8 @@ class Heartbeats:
         delete_record_after_s: float = DELETE_RECORD_AFTER_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`identities`: what each worker's publisher may advertise; None: everything. `fleet_id`: publishers that were given a
-        different id are ignored. A worker's record in the index is deleted after it has been closed for
+        """`identities`: what each worker's publisher may advertise; None: everything. `fleet_id`: publishers that were
+        configured with a different id are ignored. A worker's record in the index is deleted after it has been closed for
         `delete_record_after_s`."""
         self._client = client
         self._index = index
@@ -82,13 +82,13 @@ class Heartbeats:
         """Workers that are known not to be among the departures."""
 
     def adopt(self) -> None:
-        """From the next round on, which starts at once, also judge the workers of owned partitions that the fleet store
-        knows."""
+        """Also judge the workers of owned partitions that the fleet store knows, from the next round on. That round starts
+        immediately."""
         self._adopt_at_s = self._clock()
         self._wakeup.wake()
 
     def watch_records(self, records: Iterable[WorkerRecord]) -> None:
-        """Pass all current records of the owned shards: a worker with blocks in the index is judged even if it is never
+        """Pass all current records of the owned shards. A worker with blocks in the index is then judged even if it is never
         heard from."""
         owned = [record for record in records if self._owned.owns(record.worker_id)]
         now_s = self._clock()
@@ -96,15 +96,15 @@ class Heartbeats:
         self._expiry.update(owned, now_s)
 
     def record_repair(self, worker_id: str, reason: str) -> None:
-        """Note that a snapshot of this worker was requested; its record shows it from the next round on."""
+        """Note that a snapshot of this worker was requested. The worker's record shows it from the next round on."""
         self._detector.record_repair(worker_id, Repair(at_us=time_ns() // 1_000, reason=reason))
 
     async def listen(self) -> Subscription:
-        """Receive heartbeats until unsubscribed."""
+        """Receive heartbeats until the subscription is ended."""
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Run until cancelled. If the store fails, everything is written in a later round."""
+        """Run until cancelled. Whatever a failing store does not take is written in a later round."""
         subscription = await self.listen()
         try:
             while True:
@@ -147,7 +147,7 @@ class Heartbeats:
         await self._fleet.forget_departures(back)
         self._present |= back
         self._counters.pools_repaired = self._fleet.pools_repaired
-        # a replica that resumes after a pause writes its old view first, in which workers lost by now are still alive
+        # a replica that resumes after a pause first writes its old view, in which workers that are lost by now are still alive
         await self._fleet.update_existing(self._detector.lost_records())
         for retirement in retirements:
             await self._retire(retirement)
@@ -169,15 +169,15 @@ class Heartbeats:
                     self._log.report(worker_id, line, logging.ERROR)
 
     async def _adopt(self, now_s: float) -> None:
-        """Judge the workers that the fleet store has but this replica does not judge yet. An invalid record, or one in a
-        former pool of its worker, is removed; the next heartbeat of a live worker writes it again."""
+        """Judge the workers that the fleet store lists but this replica does not judge yet. A record that is invalid, or is in
+        a former pool of its worker, is removed; if the worker is alive, its next heartbeat writes it again."""
         entries = await self._fleet.entries(
             lambda worker_id, pool_id: self._owned.owns(worker_id) and self._detector.pool_of(worker_id) != pool_id
         )
         for worker_id, pool_id, record in entries:
             pool_now = self._detector.pool_of(worker_id)
             if not self._owned.owns(worker_id) or pool_now == pool_id:
-                continue  # in the meantime, its partition was released, or it was heard from
+                continue  # its partition has been released, or it has been heard from, in the meantime
             if pool_now is None and record is not None and self._refusal(record.endpoint) is None:
                 self._detector.adopt({worker_id: record}, now_s)
             else:
@@ -188,7 +188,7 @@ class Heartbeats:
         worker_id = retirement.worker_id
         record = await self._index.record(worker_id)
         if record is not None and _unretired(record) and not await self._index.retire(worker_id, record.incarnation):
-            return  # in the meantime, it began another incarnation
+            return  # it has begun another incarnation in the meantime
         if retirement.pool_id is not None:
             if (last := self._detector.lost_records().get(worker_id)) is not None:
                 await self._fleet.record_departure(last)
@@ -237,7 +237,7 @@ class Heartbeats:
             self._wakeup.wake()
 
     def _refusal(self, endpoint: EngineEndpoint) -> str | None:
-        """Why routers must not see this endpoint; None if they may."""
+        """Why routers must not be given this endpoint; None if they may be."""
         try:
             if self._identities is not None:
                 self._identities.check_endpoint(endpoint)

@@ -1,8 +1,8 @@
-"""Decides which workers the index may be wrong about, and when to request a snapshot (pure; times are seconds).
+"""Decides which workers the index may be wrong about, and when to request a snapshot (pure; times are in seconds).
 
-A snapshot is requested only if the worker's partition has been read to the end and its record is making no progress;
-otherwise the missing messages may just be on their way. The exception is a bad record whose publisher reports no higher
-incarnation: no message still in flight can help. Requests back off.
+A snapshot is requested only if the worker's partition has been read to the end and its record is making no progress; otherwise
+the missing messages may simply still be on their way. The exception is a bad record whose publisher reports no higher
+incarnation, because no message still in flight can help there. Requests back off.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,23 +16,24 @@ LONGEST_PATIENCE_S = 16.0
 OOM_PATIENCE_S = 5.0
 FORGET_INCARNATION_S = 60.0
 OTHERS_ONLY_S = 5.0
-"""An incarnation is forgotten if only other incarnations of its worker were heard from for this long. This detects a publisher
-that lost its state while its clock was set back: it reports a lower incarnation than the record's."""
+"""An incarnation is forgotten if, for this long, only other incarnations of its worker were heard from. This detects a
+publisher that lost its state while its clock was set back: it reports a lower incarnation than the record does."""
 
 
 class Doubt(StrEnum):
     """Why the index may be wrong about a worker."""
 
     UNKNOWN = "unknown"
-    """The worker reports acknowledged messages, but the index has no record of it (a wiped store)."""
+    """The worker reports acknowledged messages, but the index has no record of the worker (the store was wiped)."""
     BEHIND = "behind"
     """The worker reports a higher incarnation or seq than its record has."""
     BAD = "bad"
-    """Only a higher incarnation helps: a check failed, the stream was replaced, or the worker was retired or out of room."""
+    """Only a higher incarnation helps: a check failed, the stream was replaced, or the worker was retired or left without
+    room."""
     GAP = "gap"
     """A message arrived with a higher seq than the next expected one."""
     FOREIGN = "foreign"
-    """No publisher reports the incarnation of its record."""
+    """No publisher reports the incarnation in the worker's record."""
 
     @property
     def text(self) -> str:
@@ -51,7 +52,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Request a snapshot of this worker above the highest known incarnation."""
+    """Request a snapshot of this worker, with an incarnation above the highest known one."""
 
     worker_id: str
     above: int
@@ -60,7 +61,7 @@ class SnapshotRequest:
 
 @dataclass(slots=True)
 class _OpenDoubt:
-    """One worker in doubt: when it last made progress, at which (incarnation, seq), and how long to wait."""
+    """One worker in doubt: when it last made progress, what (incarnation, seq) it had reached, and how long to wait."""
 
     doubt: Doubt
     known: tuple[int, int]
@@ -76,21 +77,21 @@ class DoubtJudge:
         self._open: dict[str, _OpenDoubt] = {}
 
     def hear(self, worker_id: str, incarnation: int, acked_seq: int, now_s: float) -> None:
-        """Record a heartbeat. A worker may have two publishers, so each incarnation is remembered separately."""
+        """Record a heartbeat. A worker may have two publishers, so each incarnation is recorded separately."""
         self._heard.setdefault(worker_id, {})[incarnation] = (acked_seq, now_s)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop workers that are retired, or whose partitions now belong to another replica."""
+        """Drop the workers that are retired or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._heard if is_gone(w)]:
             self._drop(worker_id)
 
     @property
     def doubts(self) -> Mapping[str, Doubt]:
-        """The workers in doubt now."""
+        """The workers that are currently in doubt."""
         return {worker_id: one.doubt for worker_id, one in self._open.items()}
 
     def doubt_of(self, worker_id: str) -> Doubt | None:
-        """The reason why this worker is in doubt now; None if it is not."""
+        """The reason why this worker is currently in doubt; None if it is not."""
         one = self._open.get(worker_id)
         return None if one is None else one.doubt
 
@@ -109,7 +110,7 @@ class DoubtJudge:
             if doubt is None:
                 self._open.pop(worker_id, None)
                 continue
-            # a bad worker's seq grows while its engine is busy: only a higher incarnation is progress
+            # the seq of a bad worker grows while its engine is busy, so only a higher incarnation is progress
             hopeless = doubt is Doubt.BAD and record is not None and max(incarnations) <= record.incarnation
             known = (record.incarnation, -1 if hopeless else record.seq) if record is not None else (-1, -1)
             one = self._open.get(worker_id)
@@ -140,7 +141,8 @@ class DoubtJudge:
 
 
 def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | None:
-    """Why the index may be wrong about a worker, or None. `heard`: incarnation -> acked seq of its heartbeats."""
+    """Why the index may be wrong about a worker; None if it is not in doubt. `heard`: incarnation -> acked seq from its
+    heartbeats."""
     highest = max(heard.items())
     published = highest[1] >= 0  # before the first acknowledged message, nothing can be missing
     if record is None:
@@ -158,8 +160,8 @@ def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | N
 
 
 def _doubted_incarnation(record: WorkerRecord | None, heard: Mapping[int, int]) -> int:
-    """The highest known incarnation. An incarnation without an acknowledged message is left out, because it is yet to come (it
-    may be waiting for a grant): its publisher then ignores the request, and sends it anyway."""
+    """The highest known incarnation. An incarnation without an acknowledged message does not count, because it is still to come
+    (its publisher may be waiting for a grant): the publisher would then ignore the request, and send its snapshot anyway."""
     met = [incarnation for incarnation, acked_seq in heard.items() if acked_seq >= 0]
     if record is not None:
         met += [record.incarnation, record.want[0]]

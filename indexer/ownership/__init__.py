@@ -1,1 +1,1 @@
-"""Decides which replica owns which partition: membership, leases, rendezvous hashing, the running readers."""
+"""Decides which replica owns which partition: membership, leases, rendezvous hashing, and the running readers."""

@@ -1,6 +1,6 @@
-"""Checks that messages get to NATS and back, with a message that the replica sends to itself.
+"""Checks that messages get to NATS and back, by means of a message that the replica sends to itself.
 
-A flush is not enough: if nats-py 2.16's reader has ended, a flush succeeds at once although no message arrives.
+A flush is not enough: once nats-py 2.16's reader has ended, a flush succeeds immediately although no message arrives.
 """
 
 import anyio
@@ -27,8 +27,8 @@ class Echo:
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_echo)
 
     async def check(self, deadline_s: float) -> None:
-        """Return once a message has come back. Raises TimeoutError, and nats errors if it can't be sent."""
-        if not self._client.is_connected:  # otherwise the message would be sent, and come back, after a reconnect
+        """Return once a message has come back. Raises TimeoutError, or a nats error if the message can't be sent."""
+        if not self._client.is_connected:  # otherwise the message would be sent after a reconnect, and come back then
             raise TimeoutError("NATS is not connected")
         self._sent += 1
         number = self._sent

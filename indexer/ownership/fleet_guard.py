@@ -1,5 +1,5 @@
-"""Keeps two fleets apart: an indexer starts only if its store and its NATS belong to one fleet (thin: `conflict_line` has the
-rules)."""
+"""Keeps two fleets apart: an indexer starts only if its store and its NATS belong to the same fleet (thin: the rules are in
+`conflict_line`)."""
 
 import logging
 
@@ -30,7 +30,7 @@ class FleetGuard:
     """Call `join`, then `run` until cancelled."""
 
     def __init__(self, client: Client, store: Store, member_id: str, nats_name: str, joins: str | None = None) -> None:
-        """`joins`: the configured fleet of this indexer; lets an empty store join it."""
+        """`joins`: the fleet that this indexer is configured for; an empty store may then join it."""
         self._joins = joins
         self._client = client
         self._store = store
@@ -41,11 +41,12 @@ class FleetGuard:
 
     @property
     def fleet_id(self) -> str | None:
-        """None before `join`."""
+        """The fleet's id; None before `join`."""
         return self._own.fleet if self._own is not None else None
 
     async def join(self) -> FleetIdentity:
-        """Check that store and stream belong to one fleet, and mark them if they are not marked yet. Raises OtherFleet."""
+        """Check that the store and the stream belong to one fleet, and mark them if they are not marked yet. Raises
+        OtherFleet."""
         ours, streams = await read_store_identity(self._store), await stream_fleet(self._client)
         if (line := self._other_than_wanted(ours, streams)) is not None:
             raise OtherFleet(line)
@@ -61,7 +62,7 @@ class FleetGuard:
         return own
 
     def _other_than_wanted(self, ours: FleetIdentity | None, streams: str | None) -> str | None:
-        """The reason why a --fleet-id does not fit; None if it fits, or is not set."""
+        """Why the --fleet-id does not fit; None if it fits or is not set."""
         wanted = self._joins
         for what, found in ((self._nats, streams), (self._store.name, ours.fleet if ours is not None else None)):
             if wanted is not None and found not in (None, wanted):
@@ -74,7 +75,8 @@ class FleetGuard:
         return self._own
 
     async def run(self) -> None:
-        """Answer indexers that start with another store, and mark store and stream again if they have lost the mark."""
+        """Answer indexers that start with a different store, and mark the store and the stream again if they have lost their
+        mark."""
         subscription = await self._client.subscribe(ALL_FLEETS, cb=self._on_question)
         try:
             while True:
@@ -128,7 +130,7 @@ class FleetGuard:
         except (KvatlasError, RedisError):
             return
         if stored is None or stored.store in (asking.store, "") or stored.store != own.store:
-            return  # its store, or one that has just lost all its data
+            return  # it has the same store, or one that has just lost all its data
         line = (
             f"indexer {asking.member} of another fleet, with the store {asking.store_name}, uses this NATS; it was refused: "
             f"give its fleet its own NATS (or account), or this fleet's store, {own.store_name}"
@@ -137,7 +139,7 @@ class FleetGuard:
         await self._client.publish(msg.reply, own.pack())
 
     async def _answer_publisher(self, own: FleetIdentity, asking: FleetIdentity, inbox: str) -> None:
-        """Answer a publisher, which learns the fleet of this NATS but nothing about the store."""
+        """Answer a publisher, which learns the fleet of this NATS and nothing about the store."""
         if asking.fleet != own.fleet:
             line = (
                 f"a publisher of another fleet, {asking.fleet}, uses this NATS, for {asking.member}; it was refused: "
@@ -151,7 +153,7 @@ def conflict_line(
     ours: FleetIdentity | None, streams: str, other: FleetIdentity | None, store_name: str, nats_name: str
 ) -> str | None:
     """Why an indexer with this store must not use this NATS; None if it may. `ours`: the store's identity, None for an
-    empty store; `streams`: the fleet of the event stream; `other`: a live indexer of that fleet with another store."""
+    empty store; `streams`: the fleet of the event stream; `other`: a live indexer of that fleet that uses a different store."""
     if other is not None:
         kept = f"its indexer {other.member} uses the store {other.store_name}"
         return f"{nats_name} belongs to fleet {streams}: {kept}, and this one has {store_name}; {_CURE}"

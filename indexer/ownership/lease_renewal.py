@@ -1,7 +1,7 @@
 """Keeps this replica's membership and leases alive; starts and stops partitions as their leases come and go.
 
-A lease is renewed only while messages that the replica sends to itself through NATS come back, so a replica that can't read
-releases its partitions. If the store does not answer, partitions are read until the lease has expired by this replica's own
+A lease is renewed only while the messages that the replica sends to itself through NATS come back, so a replica that can't read
+releases its partitions. If the store does not answer, partitions are read until their leases have expired by this replica's own
 clock.
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class Membership:
-    """Starts partitions whose lease is acquired, and stops those whose lease must be released or is lost. A lease is
+    """Starts the partitions whose leases are acquired, and stops those whose leases must be released or are lost. A lease is
     released only after its partition's reader has ended."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Membership:
         owned: OwnedPartitions,
         counters: IndexerCounters,
     ) -> None:
-        """`partitions`: number of partitions."""
+        """`partitions`: the number of partitions."""
         self.member_id = member_id
         self.members: list[str] = []
         self._partitions = partitions
@@ -58,7 +58,7 @@ class Membership:
         self._held_until_s = 0.0
         self._acquiring = False
         self._lost_members: list[str] = []
-        """Members that the store has lost; they still count for the duration of a lease."""
+        """Members that the store has lost; they keep counting for the duration of a lease."""
         self._lost_members_until_s = 0.0
 
     @property
@@ -68,11 +68,11 @@ class Membership:
 
     @property
     def fresh(self) -> bool:
-        """True if the last renewal was in time to keep the leases."""
+        """True if the last renewal came in time to keep the leases."""
         return monotonic() < self._held_until_s
 
     async def run(self, on_settled: Callable[[], None] | None = None) -> None:
-        """Run until cancelled; then stop every partition and release its lease at once. `on_settled` is called once, after
+        """Run until cancelled; then stop every partition and release its lease immediately. `on_settled` is called once, after
         the first round that reached the store."""
         await self._echo.start()
         try:
@@ -98,8 +98,8 @@ class Membership:
         await self._echo.check(ECHO_DEADLINE_S)
         renewed_s = monotonic()
         if self.fresh and not await self._fleet.is_member(self.member_id):
-            # a store that lost everything knows only the first members that came back: no partition should move because of
-            # that
+            # a store that has lost everything knows only the first members that came back, and no partition should move because
+            # of that
             self._lost_members, self._lost_members_until_s = self.members, renewed_s + LEASE_MS / 1_000
         members = await self._fleet.renew_membership(self.member_id, LEASE_MS)
         self.members = sorted({*members, *self._lost_members}) if renewed_s < self._lost_members_until_s else members

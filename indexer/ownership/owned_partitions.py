@@ -1,4 +1,4 @@
-"""The partitions that this replica owns now: their running readers, and the state that belongs to them."""
+"""The partitions that this replica currently owns: their running readers, and the state that belongs to them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ WORKERS_REMEMBERED = 100_000
 
 
 class Reader(Protocol):
-    """Reads one partition while `run` runs."""
+    """Reads one partition for as long as `run` runs."""
 
     @property
     def at_end(self) -> bool:
-        """True if everything in the stream for the partition is applied."""
+        """True if everything that the stream holds for the partition has been applied."""
 
     def status(self, now_us: int) -> PartitionStatus: ...
 
@@ -33,7 +33,7 @@ class WorkerState(Protocol):
     """Per-worker state that is kept only for workers of owned partitions."""
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop the state of the workers that are gone."""
+        """Drop the state of the workers for which `is_gone` is true."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class OwnedPartitions:
     def __init__(
         self, partitions: int, new_reader: Callable[[int], Reader], worker_states: Iterable[WorkerState] = ()
     ) -> None:
-        """`partitions`: number of partitions. `worker_states` forget retired workers, and the workers of stopped
-        partitions."""
+        """`partitions`: the number of partitions. `worker_states` are asked to forget retired workers, and the workers of
+        stopped partitions."""
         self.partition_of: Callable[[str], int] = lru_cache(WORKERS_REMEMBERED)(
             lambda worker_id: partition_of(worker_id, partitions)
         )
@@ -67,7 +67,7 @@ class OwnedPartitions:
         self._group: TaskGroup | None = None
 
     def run_in(self, group: TaskGroup) -> None:
-        """Run readers in this task group. Call it before `start`."""
+        """Run the readers in this task group. Must be called before `start`."""
         self._group = group
 
     @property
@@ -75,20 +75,20 @@ class OwnedPartitions:
         return self._running.keys()
 
     def status(self, now_us: int) -> list[PartitionStatus]:
-        """The status of each owned partition, ascending."""
+        """The status of each owned partition, in ascending order."""
         return [running.reader.status(now_us) for _, running in sorted(self._running.items())]
 
     def owns(self, worker_id: str) -> bool:
-        """True if the worker's partition is owned."""
+        """True if this replica owns the worker's partition."""
         return self.partition_of(worker_id) in self._running
 
     def at_end(self, worker_id: str) -> bool:
-        """True if the worker's partition has been read to its end."""
+        """True if the worker's partition has been read to the end."""
         running = self._running.get(self.partition_of(worker_id))
         return running is not None and running.reader.at_end
 
     def restart(self, partition: int, why: str) -> None:
-        """Read this partition again from its stored position, if it is owned."""
+        """Read this partition again from its stored position, if this replica owns it."""
         if (running := self._running.get(partition)) is not None:
             running.reader.restart(why)
 
@@ -105,7 +105,8 @@ class OwnedPartitions:
             listener()
 
     async def stop(self, partitions: Sequence[int]) -> None:
-        """Stop the readers of these partitions, wait for them to end, and forget the workers that are no longer owned."""
+        """Stop the readers of these partitions, wait for them to end, and forget the workers that this replica no longer
+        owns."""
         stopped = [self._running.pop(partition) for partition in partitions if partition in self._running]
         for running in stopped:
             running.scope.cancel()

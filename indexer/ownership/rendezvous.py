@@ -6,8 +6,8 @@ import xxhash
 
 
 def targets(members: Collection[str], partitions: int) -> dict[int, str]:
-    """Partition -> the member that should own it. Every replica computes the same result from the same members. When a member
-    joins or leaves, only the partitions that it gets or had move. Empty without members."""
+    """Partition -> the member that should own it; empty if there are no members. Every replica computes the same result from
+    the same members. When a member joins or leaves, the only partitions that move are the ones that it gets or had."""
     if not members:
         return {}
     return {
@@ -17,7 +17,7 @@ def targets(members: Collection[str], partitions: int) -> dict[int, str]:
 
 
 def target_partitions(member: str, members: Collection[str], partitions: int) -> list[int]:
-    """The partitions that `member` should own, ascending."""
+    """The partitions that `member` should own, in ascending order."""
     return [partition for partition, owner in targets(members, partitions).items() if owner == member]
 
 

@@ -1,1 +1,1 @@
-"""Reads a partition of the stream: reader, pull consumer, admission, queue, dead letters."""
+"""Reads a partition of the stream: reader, pull consumer, admission, queue and dead letters."""

@@ -21,8 +21,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 
 class DeadLetters:
-    """Counts, logs (rate-limited by reason) and publishes poison messages. Bounded: messages that do not fit are counted
-    and dropped, so the partitions' readers never wait."""
+    """Counts, logs (with a rate limit per reason) and publishes poison messages. Their number is bounded: messages that do not
+    fit are counted and dropped, so that the partitions' readers never wait."""
 
     def __init__(
         self,

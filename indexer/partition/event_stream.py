@@ -1,4 +1,4 @@
-"""The event stream, created again if it is gone; shared by one replica's readers."""
+"""The event stream, which one replica's readers share; it is created again if it is gone."""
 
 import anyio
 from nats.aio.client import Client
@@ -15,12 +15,12 @@ class EventStream:
         self._lock = anyio.Lock()
 
     async def ensure(self) -> None:
-        """Create the stream if missing. Raises what `ensure_stream` raises."""
+        """Create the stream if it is missing. Raises whatever `ensure_stream` raises."""
         async with self._lock:
             await ensure_stream(self._client, self._settings)
 
     async def info(self) -> StreamInfo:
-        """The stream's current position; creates the stream if missing. Raises KvatlasError, and nats errors."""
+        """The stream's current position; the stream is created if it is missing. Raises KvatlasError or a nats error."""
         try:
             return await stream_info(self._client)
         except NotFoundError:

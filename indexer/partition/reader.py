@@ -1,4 +1,5 @@
-"""Reads one partition of the stream: an ephemeral consumer, started at the stored position and pulled without waiting.
+"""Reads one partition of the stream through an ephemeral consumer, which starts at the stored position and is pulled without
+waiting.
 
 If the consumer, the stream, the connection or a message is lost, the consumer is dropped with its queue, and a new one starts
 from the stored position. The fence drops messages that arrive twice as duplicates.
@@ -38,8 +39,8 @@ log = logging.getLogger("kvatlas.indexer")
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """One owned partition. `pending`: its messages that are not applied yet; `lag_us`: age of the last applied message, None
-    before the first; `at_end`: no message is known to be missing."""
+    """One owned partition. `pending`: how many of its messages have not been applied yet; `lag_us`: the age of the last applied
+    message, None before the first; `at_end`: no message is known to be missing."""
 
     partition: int
     pending: int
@@ -49,7 +50,7 @@ class PartitionStatus:
 
 
 class PartitionReader:
-    """Reads one partition into its shard's applier while `run` runs."""
+    """Reads one partition into its shard's applier for as long as `run` runs."""
 
     def __init__(
         self,
@@ -81,12 +82,13 @@ class PartitionReader:
 
     @property
     def reading(self) -> bool:
-        """True if it has a consumer now."""
+        """True if there is a consumer at the moment."""
         return self._consumer is not None
 
     @property
     def at_end(self) -> bool:
-        """True if everything in the stream for the partition is applied, and the server has recently confirmed that."""
+        """True if everything that the stream holds for the partition has been applied, and the server has recently confirmed
+        that."""
         consumer = self._consumer
         return (
             consumer is not None
@@ -103,7 +105,7 @@ class PartitionReader:
         return PartitionStatus(self.partition, queue.pending + len(queue), lag_us, queue.applied_seq, self.at_end)
 
     def restart(self, why: str) -> None:
-        """Drop the consumer and read again from the stored position; `why` is for the log."""
+        """Drop the consumer and read again from the stored position; `why` is logged."""
         if self._consumer is not None:
             self._consumer.queue.fail(why)
 
@@ -127,7 +129,8 @@ class PartitionReader:
             await anyio.sleep(pause_s)
 
     async def _read(self, restarted_because: str) -> str:
-        """Read with one consumer until it is lost; return why. `restarted_because`: why the last one was lost."""
+        """Read through one consumer until it is lost, and return the reason. `restarted_because`: why the previous one was
+        lost."""
         position, new_stream = await start_position(self._index, self.partition, await self._stream.info())
         self._counters.new_streams += new_stream
         if restarted_because:
@@ -168,10 +171,10 @@ class PartitionReader:
 
 
 async def start_position(index: ResidencyIndex, partition: int, stream: StreamInfo) -> tuple[Position, bool]:
-    """The position after which to read, and True if it is the beginning of a new stream. The position is stored from then on.
+    """The position after which to read, and True if that is the beginning of a new stream. The position is stored from then on.
 
-    A store without a position knows no worker: reading starts at the stream's end, and heartbeats put the workers in doubt.
-    Raises KvatlasError if another owner moved the position in the meantime.
+    A store without a position knows no workers: reading starts at the stream's end, and heartbeats put the workers in doubt.
+    Raises KvatlasError if another owner has moved the position in the meantime.
     """
     stored = await index.position(partition)
     if stored is None:

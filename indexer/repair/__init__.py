@@ -1,1 +1,1 @@
-"""Doubt about a worker's blocks, and the snapshot that resolves it."""
+"""Doubts about a worker's blocks, and the snapshots that resolve them."""

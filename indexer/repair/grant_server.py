@@ -1,4 +1,4 @@
-"""Answers publishers' requests to send a large snapshot, for the owned partitions."""
+"""Answers publishers' requests to send a large snapshot, for the partitions that this replica owns."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class GrantServer:
         partitions: Sequence[int],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`partitions`: every partition count that publishers may use; the first is the index's."""
+        """`partitions`: every partition count that publishers may use; the first one is that of the index."""
         self._partitions = partitions
         self._client = client
         self._owned = owned
@@ -79,8 +79,8 @@ class GrantServer:
         await self._client.publish(msg.reply, reply.pack())
 
     def _may_own(self, partition: int, worker_id: str) -> bool:
-        """True if a request's worker may be an owned one. Checked before the request, which anyone may have sent, is
-        read."""
+        """True if this replica may own the worker of a request. This is checked before the request, which anyone may have sent,
+        is read."""
         if len(self._partitions) == 1:
             return partition in self._owned.partitions
         return self._owned.owns(worker_id)

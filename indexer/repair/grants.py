@@ -1,6 +1,6 @@
-"""Grants to send large snapshots: they limit the bytes on their way to one replica (pure).
+"""Grants to send large snapshots, which limit how many bytes are on their way to one replica (pure).
 
-Without them, a new leader in NATS or a wiped store would trigger the snapshots of all publishers at once.
+Without them, a new leader in NATS or a wiped store would trigger the snapshots of all publishers at the same time.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,14 +25,15 @@ class _Grant:
 
 
 class GrantBudget:
-    """A grant ends when the index answers with its incarnation, or after GRANT_S; asking again does not prolong it. If others
-    wait, a worker whose grant ran out must wait GRANT_S before its next grant, so that no worker blocks the others."""
+    """A grant ends when the index reaches the grant's incarnation, or after GRANT_S; asking again does not prolong it. If
+    others are waiting, a worker whose grant ran out must wait GRANT_S for its next grant, so that no worker blocks the
+    others."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._grants: dict[str, _Grant] = {}
         self._lapsed: dict[str, float] = {}
-        """By worker whose grant ran out: the time until which others go first."""
+        """For each worker whose grant ran out: the time until which others go first."""
         self._others_wait_until_s = 0.0
 
     @property
@@ -41,7 +42,7 @@ class GrantBudget:
 
     def answer(self, request: GrantRequest, now_s: float) -> GrantReply:
         """Decide whether this worker may send its snapshot now. A snapshot larger than the limit may be sent if no other grant
-        is open, and counts as the limit. A repeated request replaces the worker's grant but does not prolong it."""
+        is open, and then counts as the whole limit. A repeated request replaces the worker's grant but does not prolong it."""
         for worker_id in [w for w, grant in self._grants.items() if grant.until_s <= now_s]:
             self._lapsed[worker_id] = self._grants.pop(worker_id).until_s + GRANT_S
         self._lapsed = {worker_id: until_s for worker_id, until_s in self._lapsed.items() if until_s > now_s}
@@ -61,21 +62,21 @@ class GrantBudget:
         return GrantReply(granted=True)
 
     def release_answering(self, records: Iterable[WorkerRecord]) -> None:
-        """End the grants of snapshots that these records now answer with."""
+        """End the grants of snapshots that, according to these records, the index now answers with."""
         if self._grants:
             for record in records:
                 if record.answering and not record.loading:
                     self.release(record.worker_id, record.incarnation)
 
     def release(self, worker_id: str, incarnation: int) -> None:
-        """End the grant of a snapshot that is applied."""
+        """End the grant of a snapshot that has been applied."""
         grant = self._grants.get(worker_id)
         if grant is not None and incarnation >= grant.incarnation:
             del self._grants[worker_id]
             self._lapsed.pop(worker_id, None)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop workers that are retired, or whose partitions now belong to another replica."""
+        """Drop the workers that are retired or whose partitions now belong to another replica."""
         for worker_id in [w for w in self._grants if is_gone(w)]:
             del self._grants[worker_id]
 

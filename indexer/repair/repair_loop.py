@@ -1,4 +1,4 @@
-"""Every second: reads the workers' records in the owned shards, and requests snapshots of the workers in doubt."""
+"""Every second, reads the records of the owned shards' workers, and requests snapshots of the workers in doubt."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ from kvatlas_indexer.repair.grants import GrantBudget
 
 JUDGE_EVERY_S = 1.0
 LEFT_OUT_S = 600.0
-"""Pause before a snapshot is requested from a worker that had more blocks than it is allowed."""
+"""Pause before a snapshot is requested from a worker that had more blocks than it is allowed to have."""
 ROOM_FRACTION = 0.1
-"""Share of the memory that must be free before snapshots are requested of workers that the store had no memory for."""
+"""Share of the memory that must be free before snapshots are requested from workers for which the store had no memory."""
 
 log = logging.getLogger("kvatlas.indexer")
 
@@ -49,8 +49,8 @@ class RepairLoop:
         most_blocks: Callable[[str], int | None] = lambda _: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`partitions`: the partition count that a publisher must use to be read; 0: any of several. `most_blocks`: how many
-        blocks a worker may have in the index; None: any number."""
+        """`partitions`: the partition count that a publisher must use if its messages are to be read; 0: any of several.
+        `most_blocks`: how many blocks a worker may have in the index; None: any number."""
         self._client = client
         self._partitions = partitions
         self._most_blocks = most_blocks
@@ -64,13 +64,13 @@ class RepairLoop:
         self._inbox = client.new_inbox()
         self._log = RateLimitedLog(log)
         self._left_out: dict[str, float] = {}
-        """Workers that had too many blocks, and when a snapshot is requested again."""
+        """Workers that had too many blocks, and when a snapshot of each is requested again."""
         self.evicting: set[int] = set()
         """The owned shards whose store evicts keys."""
         self.out_of_memory: set[int] = set()
         """The owned shards whose store is out of memory."""
         self.without_room = 0
-        """Workers of the owned shards that the store had no memory for."""
+        """Number of workers of the owned shards for which the store had no memory."""
 
     async def run(self) -> None:
         """Run until cancelled. After an error from NATS or the store, the next round begins as usual."""
@@ -86,7 +86,7 @@ class RepairLoop:
             await unsubscribe(subscription, self._client)
 
     async def tick(self) -> None:
-        """Run one round: judge, and request snapshots."""
+        """Run one round: judge the workers, and request snapshots."""
         records: dict[str, WorkerRecord] = {}
         rooms: dict[int, Room] = {}
         for shard in sorted({shard_of(partition, self._index.shards) for partition in self._owned.partitions}):
@@ -108,8 +108,8 @@ class RepairLoop:
                 await self._request(request)
 
     async def _close_too_large(self, records: Mapping[str, WorkerRecord]) -> None:
-        """Take workers with more blocks than their publishers' identities allow out of the index: one publisher must not fill
-        the store, because there would then be no memory for the next message of any worker."""
+        """Take workers that have more blocks than their publishers' identities allow out of the index. One publisher must not
+        be able to fill the store, because there would then be no memory left for the next message of any worker."""
         self._left_out = {worker_id: at_s for worker_id, at_s in self._left_out.items() if worker_id in records}
         limits = {
             worker_id: most
@@ -128,12 +128,13 @@ class RepairLoop:
             self._log.report(f"too large {worker_id}", line, logging.ERROR)
 
     def _has_room(self, rooms: Mapping[int, Room], record: WorkerRecord) -> bool:
-        """True if a snapshot of the worker would fit. Otherwise it would be sent in vain, and the worker closed again."""
+        """True if a snapshot of the worker would fit. If it would not, it would be sent in vain, and the worker closed
+        again."""
         return rooms[shard_of(record.partition, self._index.shards)].free >= ROOM_FRACTION
 
     async def _restart_unknown_partitions(self) -> None:
-        """Restart partitions whose position is gone from the store. The reader of a quiet partition would notice only at the
-        next message, and lose that message; so this check comes before a snapshot is requested."""
+        """Restart partitions whose position has disappeared from the store. The reader of a quiet partition would notice only
+        at the next message, and lose that message; that is why this check comes before a snapshot is requested."""
         unknown = [worker_id for worker_id, doubt in self._doubt.doubts.items() if doubt is Doubt.UNKNOWN]
         for partition in {self._owned.partition_of(worker_id) for worker_id in unknown}:
             if await self._index.position(partition) is None:

@@ -1,1 +1,1 @@
-"""The HTTP server of a replica: a human-readable page, `/status` for scripts, and endpoints for probes."""
+"""A replica's HTTP server: a human-readable page, `/status` for scripts, and endpoints for probes."""

@@ -1,5 +1,5 @@
-"""The status page: `/` is human-readable; `/healthz`, `/readyz`, `/status` (JSON), `/metrics` (Prometheus) for probes and
-scripts; `/blocks` for queries about single blocks."""
+"""The status page: `/` is for people; `/healthz`, `/readyz`, `/status` (JSON) and `/metrics` (Prometheus) are for probes and
+scripts; `/blocks` answers queries about single blocks."""
 
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +21,7 @@ from kvatlas_indexer.status_page.sections import status_page
 
 
 def application(replica: Replica, index: ResidencyIndex, fleet: FleetStore, calls: Client) -> Starlette:
-    """`index`, `fleet`: what the replica writes; `calls`: a NATS client, for requests to publishers."""
+    """`index`, `fleet`: what the replica writes to; `calls`: a NATS client for requests to publishers."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")

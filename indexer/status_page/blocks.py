@@ -1,10 +1,10 @@
-"""Single blocks over HTTP: `kvatlas locate`, `children` and `remove` for other programs.
+"""Single blocks over HTTP: what `kvatlas locate`, `children` and `remove` do, for other programs.
 
 GET /blocks             who holds a block
 GET /blocks/children    who holds the blocks that follow it; without a hash, who holds first blocks
 POST /blocks/remove     remove it from `worker`
 
-Each names the block in its query, by `hash` (with `prefix` if it is a key) or `engine_hash`, and its scope: `model_id`,
+The query names the block, by `hash` (with `prefix` if it is a key) or by `engine_hash`, and its scope: `model_id`,
 `tokenizer_id`, `adapter_id`, `tenant_id`, `chain`.
 """
 
@@ -26,7 +26,7 @@ _KNOWN = {"model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain", "hash"
 
 
 def block_routes(lookup: BlockLookup) -> Sequence[Route]:
-    """Routes over an index that this process writes."""
+    """Routes to an index that this process writes."""
 
     async def locate(request: Request) -> Any:
         scope, name = _read(request)

@@ -1,4 +1,4 @@
-"""Sections of a replica's page: partitions with owner and lag, and the fleet's workers."""
+"""Sections of a replica's page: the partitions with their owners and lag, and the fleet's workers."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ OUT_OF_REACH = Cell("on its own page", Tone.QUIET, "another replica reads it")
 
 
 def status_page(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> StatusPage:
-    """`index`, `fleet`: the stores that the replica writes."""
+    """`index`, `fleet`: the stores that the replica writes to."""
 
     async def partitions() -> Section:
         return partitions_section(replica, await fleet.leases())
@@ -41,7 +41,7 @@ def status_page(replica: Replica, index: ResidencyIndex, fleet: FleetStore) -> S
 
 
 def partitions_section(replica: Replica, leases: dict[int, str]) -> Section:
-    """The partitions and their owners. `leases`: holder by partition."""
+    """The partitions and their owners. `leases`: the holder of each partition's lease."""
     own = {status.partition: status for status in replica.partitions}
     every = range(replica.stream_partitions)
     free = [partition for partition in every if partition not in leases]

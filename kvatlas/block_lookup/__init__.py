@@ -1,1 +1,1 @@
-"""Looks up single blocks by any of their names, for tools and interactive use; never on a request's path."""
+"""Looks up single blocks by any of their names. For tools and interactive use; never called while a request is being served."""

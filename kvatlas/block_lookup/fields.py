@@ -1,4 +1,4 @@
-"""Residencies as JSON types, as in commands' output and HTTP answers."""
+"""Residencies as JSON types, as they appear in the output of commands and in HTTP answers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def scope_fields(scope: Scope) -> dict[str, str | None]:
 
 
 def residency_fields(residency: Residency) -> dict[str, Any]:
-    """The fields of a residency. The hash is 16 hex digits, because JSON numbers don't carry 64 bits."""
+    """The fields of a residency. The hash is given as 16 hex digits, because JSON numbers can't hold 64 bits."""
     return {
         "worker": residency.worker_id,
         **scope_fields(residency.scope),

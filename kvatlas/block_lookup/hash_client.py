@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
 ANSWER_S = 0.25
-"""A request waits this long for the answer; if none comes, the engine computes what it would have fetched."""
+"""How long a request waits for the answer. If none comes, the engine computes what it would have fetched."""
 AGAIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class EngineHashes:
-    """Asks any worker's publisher. NATS is connected when it is first needed. The caller must call `close`."""
+    """Asks the publisher of any worker. Connects to NATS when it is first needed. The caller must call `close`."""
 
     def __init__(self, nats: NatsAccess, name: str) -> None:
-        """`name`: of the connection, as NATS lists it."""
+        """`name`: the connection's name, as NATS lists it."""
         self._nats = nats
         self._name = name
         self._client: Client | None = None
@@ -34,7 +34,7 @@ class EngineHashes:
         self._tried_s = float("-inf")
 
     def is_ready(self) -> bool:
-        """True if publishers can be asked now. If not, this starts connecting to NATS and returns at once."""
+        """True if publishers can be asked now. If they can't, this starts connecting to NATS and returns immediately."""
         if self._client is not None and not self._client.is_closed:
             return self._client.is_connected
         if self._connecting is None and time.monotonic() - self._tried_s > AGAIN_S:
@@ -43,8 +43,7 @@ class EngineHashes:
         return False
 
     async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
-        """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty if there is no
-        answer."""
+        """The hashes of a chain's first blocks, as far as the worker's engine holds them; empty if there is no answer."""
         if self._client is None:
             return []
         from nats.errors import Error as NatsError
@@ -65,7 +64,7 @@ class EngineHashes:
             await self._client.close()
 
     async def _connect(self) -> None:
-        from kvatlas.bus.connection import connect_nats  # nats-py takes 11 MiB, and most fleets fetch nothing by hashes
+        from kvatlas.bus.connection import connect_nats  # nats-py takes 11 MiB, and most fleets never fetch by hashes
 
         try:
             self._client = await connect_nats(self._nats, name=self._name, wait=False)

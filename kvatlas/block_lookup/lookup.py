@@ -1,8 +1,9 @@
-"""Finds who holds a block or the blocks that follow it, and removes a block, by any of its names.
+"""Finds out who holds a block, or the blocks that follow it, and removes a block. The block may be given by any of its names.
 
-Sequence hashes, and keys that contain one, are looked up in the index. Only publishers know their engines' own hashes: the
-publishers of the scope's workers are asked what a name stands for. A block is removed by its worker's publisher, whose
-messages the index follows, as if the engine had removed it; if the worker has no publisher, a direct write removes it.
+Sequence hashes, and keys that contain one, are looked up in the index. Only publishers know their engines' own hashes, so the
+publishers of the scope's workers are asked what such a name stands for. To remove a block, the worker's publisher is asked to
+send the same messages as if the engine had removed it, and the index follows them; if the worker has no publisher, a direct
+write removes the block.
 """
 
 from collections.abc import Sequence
@@ -22,23 +23,24 @@ from kvatlas.index.protocol import ResidencyIndex
 
 
 class BlockLookup:
-    """Looks up blocks in one index. Calls raise Unreachable, and InvalidValue for a name that stands for nothing."""
+    """Looks up blocks in one index. Calls raise Unreachable, or InvalidValue for a name that stands for no block."""
 
     def __init__(self, index: ResidencyIndex, fleet: FleetStore, client: Client | None) -> None:
-        """`client`: a NATS client, to ask publishers; None: engines' own hashes raise NotSupported."""
+        """`client`: a NATS client for asking publishers; None: lookups by an engine's own hash raise NotSupported."""
         self._index = index
         self._fleet = fleet
         self._client = client
 
     async def locate(self, scope: Scope, name: BlockName) -> Sequence[Residency]:
-        """Every residency of the block, by worker and tier; for an engine's hash, of all blocks that it stands for."""
+        """Every residency of the block, by worker and tier; if the name is an engine's hash, of all blocks that it stands
+        for."""
         found: list[Residency] = []
         for value in await self.sequence_hashes(scope, name):
             found += await self._index.locate(scope, value)
         return sorted(found, key=residency_order)
 
     async def children(self, scope: Scope, name: BlockName | None) -> Sequence[Residency]:
-        """Every residency of the blocks that follow this one (None: of first blocks). Raises NotSupported without a side
+        """Every residency of the blocks that follow this one (None: of first blocks). Raises NotSupported if there is no side
         index."""
         if name is None:
             return await self._index.children(scope, None)
@@ -48,7 +50,7 @@ class BlockLookup:
         return sorted(found, key=residency_order)
 
     async def remove(self, scope: Scope, worker_id: str, name: BlockName) -> int:
-        """Remove the block from a worker, in all tiers. Returns the number of residencies that the index had."""
+        """Remove the block from a worker, in all tiers. Returns the number of residencies that the index listed."""
         values = await self.sequence_hashes(scope, name)
         held = [one for value in values for one in await self._index.locate(scope, value) if one.worker_id == worker_id]
         if not held:
@@ -75,8 +77,8 @@ class BlockLookup:
         )
 
     async def _follows(self, scope: Scope, value: int, key: BlockKey) -> bool:
-        """True if the block follows the one that the key names. A sequence hash implies it; with a side index, a contradictory
-        key is noticed."""
+        """True if the block follows the one that the key names. A sequence hash implies that; with a side index, a key that
+        contradicts it is noticed."""
         if scope.chain != OWN_CHAIN:
             return True
         parent = int(key.prefix_hash, 16) if is_hash_text(key.prefix_hash) else None
@@ -87,7 +89,7 @@ class BlockLookup:
         return any(one.sequence_hash == value for one in followers)
 
     async def _blocks(self, scope: Scope, engine_hash: str) -> list[NamedBlock]:
-        """The blocks in this scope that an engine's hash stands for, according to its publishers."""
+        """The blocks in this scope that an engine's hash stands for, according to the publishers."""
         if self._client is None:
             raise NotSupported("only publishers know an engine's own hashes, and there is no connection to NATS")
         records = await self._fleet.all()

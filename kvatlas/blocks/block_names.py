@@ -17,12 +17,13 @@ class NameInEngine:
 
 
 BlockName: TypeAlias = int | BlockKey | NameInEngine
-"""An integer is a sequence hash."""
+"""An integer is taken to be a sequence hash."""
 
 
 def sequence_hash_of(key: BlockKey) -> int | None:
-    """The sequence hash of a key's block, if the key contains it: in the own chain it is the block hash; in an engine's chain
-    only a first block's name yields one. Raises InvalidValue for a block hash that can't belong to the own chain."""
+    """The sequence hash of a key's block, if the key contains it. In our own chain, that is the block hash; in an engine's
+    chain, only the name of a first block yields one. Raises InvalidValue for a block hash that can't belong to our own
+    chain."""
     if key.scope.chain == OWN_CHAIN:
         return read_sequence_hash(key.block_hash)
     if key.block_index:
@@ -36,7 +37,7 @@ def needs_publishers(name: BlockName | None) -> bool:
 
 
 def said_sequence_hash(block: int | BlockKey) -> int:
-    """The sequence hash of a hash or key. Raises InvalidValue for a key that does not contain it."""
+    """The sequence hash in a hash or key. Raises InvalidValue for a key that does not contain one."""
     value = block if isinstance(block, int) else sequence_hash_of(block)
     if value is None:
         assert isinstance(block, BlockKey)
@@ -49,8 +50,8 @@ def said_sequence_hash(block: int | BlockKey) -> int:
 def read_block_name(
     scope: Scope, block_hash: str | None, prefix: str | None, engine_hash: str | None
 ) -> BlockName | None:
-    """Read a block's name from a command or query: its hash (with `prefix`, its key) or an engine's own hash. None if neither
-    is given. Raises InvalidValue if both are."""
+    """Read a block's name from a command or query: either its hash (with `prefix`, its key) or an engine's own hash. Returns
+    None if neither is given. Raises InvalidValue if both are."""
     if engine_hash is not None:
         if block_hash is not None or prefix is not None:
             raise InvalidValue("a block is named by an engine's hash and by another; expected one of the two")
@@ -65,7 +66,7 @@ def read_block_name(
 
 
 def read_sequence_hash(text: str) -> int:
-    """Read a number of 16 hex digits. Raises InvalidValue."""
+    """Read a number that is written as 16 hex digits. Raises InvalidValue."""
     if not is_hash_text(text):
         raise InvalidValue(f"sequence hash {text!r:.80}; expected 16 hex digits, as `kvatlas export` prints them")
     return int(text, 16)

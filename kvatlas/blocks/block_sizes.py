@@ -1,4 +1,4 @@
-"""Sizes of a worker's blocks of one scope."""
+"""The sizes of a worker's blocks in one scope."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
@@ -6,12 +6,12 @@ from typing import NamedTuple, Self
 from kvatlas.blocks.tiers import Tier
 
 TierBytes = tuple[tuple[Tier, int], ...]
-"""Bytes of KV cache per block in single tiers other than the device's, in the tiers' order."""
+"""Bytes of KV cache per block in individual tiers other than the device's, in the order of the tiers."""
 
 
 class BlockSizes(NamedTuple):
-    """Tokens per block, and bytes of KV cache per block (0: unknown): `block_bytes` in the device's memory, and in every tier
-    that `tier_bytes` doesn't list."""
+    """Tokens per block, and bytes of KV cache per block (0: unknown): `block_bytes` applies to the device's memory and to every
+    tier that `tier_bytes` doesn't list."""
 
     block_size: int = 0
     block_bytes: int = 0
@@ -25,7 +25,7 @@ class BlockSizes(NamedTuple):
         return self.block_bytes
 
     def updated(self, new: Self) -> Self:
-        """These sizes, updated with those of a message. Sizes that are unknown in the message are kept."""
+        """These sizes, updated with those from a message. Where the message gives no size, the present one is kept."""
         if not new.tier_bytes and not self.tier_bytes:
             return new if new.block_bytes else self
         size, block_bytes = new[:2] if new.block_bytes else self[:2]
@@ -37,5 +37,5 @@ class BlockSizes(NamedTuple):
 
 
 def in_order(sizes: Iterable[tuple[int, int]]) -> TierBytes:
-    """Sizes by tier, in the tiers' order."""
+    """Sizes by tier, in the order of the tiers."""
     return tuple((Tier(tier), size) for tier, size in sorted(sizes))

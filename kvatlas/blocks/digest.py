@@ -2,8 +2,8 @@
 
 Each tier has a count and two additive 32-bit sums over every (scope, sequence hash) held in that tier: the low and the high
 half of the hash, each multiplied by an odd 20-bit number derived from the scope id. Because the sums are additive, a store or a
-removal updates them without reading anything else, and a batch costs one multiplication. The scope is mixed in, so a block in
-the wrong scope is noticed. (20 bits, because the store's Lua computes in doubles.)
+removal updates them without reading anything else, and a batch costs one multiplication. The scope is mixed in so that a block
+in the wrong scope is noticed. (20 bits, because the store's Lua calculates in doubles.)
 """
 
 import sys
@@ -29,7 +29,7 @@ def _mix(scope_id: bytes) -> tuple[int, int]:
 
 
 def sums_of(packed_hashes: bytes) -> tuple[int, int]:
-    """The sums of packed hashes' low and high halves, modulo 2^32."""
+    """The sums of the low and the high halves of packed hashes, modulo 2^32."""
     halves = array("I", packed_hashes)
     if sys.byteorder == "big":
         halves.byteswap()
@@ -45,16 +45,16 @@ def _add(words: list[int], at: int, scope_id: bytes, packed_hashes: bytes, sign:
 
 
 class MarkDigest:
-    """Mutable digest of marks: (count, low sum, high sum) of the marked blocks, then of the heads.
+    """Mutable digest of marks: (count, low sum, high sum) of the marked blocks, then the same three for the heads.
 
-    A head contributes its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) x (low half of the bits),
-    the high sum does the same with the high halves.
+    A head contributes its hash and its bits: the low sum adds (low half of the hash, 20 bits, odd) × (low half of the bits),
+    and the high sum does the same with the high halves.
     """
 
     __slots__ = ("_words",)
 
     def __init__(self, words: Sequence[int] | None = None) -> None:
-        """`words`: the words of another digest."""
+        """`words`: the words of a digest to start from."""
         self._words = list(words) if words is not None else [0] * MARK_WORDS
 
     def add_marks(self, scope_id: bytes, packed_hashes: bytes, sign: int = 1) -> None:
@@ -74,17 +74,17 @@ class MarkDigest:
 
     @property
     def marks(self) -> int:
-        """Number of marked blocks."""
+        """The number of marked blocks."""
         return self._words[0]
 
     @property
     def words(self) -> list[int]:
-        """A copy of the 6 integers described in the class docstring."""
+        """A copy of the 6 integers that the class docstring describes."""
         return list(self._words)
 
 
 class Digest:
-    """Mutable digest by tier."""
+    """Mutable digest, by tier."""
 
     __slots__ = ("_words",)
 
@@ -95,7 +95,7 @@ class Digest:
         self._words = list(words) if words is not None else [0] * WORDS
 
     def add(self, scope_id: bytes, tier: Tier, packed_hashes: bytes, sign: int = 1) -> None:
-        """Add (sign 1) or subtract (sign -1) blocks. The caller passes each block once: this is a sum, not a set."""
+        """Add (sign 1) or subtract (sign -1) blocks. The caller must pass each block only once: this is a sum, not a set."""
         _add(self._words, 3 * tier, scope_id, packed_hashes, sign)
 
     def count(self, tier: Tier) -> int:
@@ -103,12 +103,12 @@ class Digest:
 
     @property
     def blocks(self) -> int:
-        """Blocks over all tiers; one held in two tiers counts twice."""
+        """The number of blocks over all tiers; a block that is held in two tiers counts twice."""
         return sum(self._words[0::3])
 
     @property
     def words(self) -> list[int]:
-        """15 integers: (count, low sum, high sum) for each tier in order. A copy."""
+        """A copy of the 15 integers: (count, low sum, high sum) for each tier in order."""
         return list(self._words)
 
     def copy(self) -> "Digest":

@@ -1,4 +1,4 @@
-"""External chains: keys of blocks that an engine names itself without publishing their tokens.
+"""External chains: keys for blocks that an engine names itself, without publishing their tokens.
 
     local[i] = XXH3_64(block hash i as text, seed 1337)
     root     = XXH3_64(session id, or "root", as text, seed 1337)
@@ -18,27 +18,27 @@ from xxhash import xxh3_64_intdigest
 from kvatlas.blocks.hashing import SEED, chain_of_local_hashes
 
 ROOT = "root"
-"""Stands for the parent of a first block that has no session."""
+"""Stands for the parent of a first block that belongs to no session."""
 MIN_HASH, MAX_HASH = -(1 << 63), (1 << 64) - 1
 
 _OWN_TEXT = re.compile(r"[0-9A-Fa-f]{16}")
 
 
 def hash_text(block_hash: int) -> str:
-    """A 64-bit hash, signed or not, as users read and write it: 16 hex digits."""
+    """A 64-bit hash, signed or unsigned, as users read and write it: 16 hex digits."""
     return f"{block_hash & MAX_HASH:016x}"
 
 
 def is_hash_text(text: str) -> bool:
-    """True if the text may be a 64-bit hash."""
+    """True if the text can be a 64-bit hash."""
     return _OWN_TEXT.fullmatch(text) is not None
 
 
 def name_hash(name: str) -> int:
-    """The 64-bit hash of a block hash, or of a root, as text."""
+    """The 64-bit hash of a name (a block hash or a root) that is given as text."""
     return xxh3_64_intdigest(name.encode(errors="surrogatepass"), SEED)
 
 
 def external_chain(names: Iterable[str], root: str = ROOT) -> bytes:
-    """Packed sequence hashes of a prompt's blocks, from their hashes as text in order; `root`: the session's id."""
+    """Packed sequence hashes of a prompt's blocks, computed from their hashes as text, in order; `root`: the session's id."""
     return chain_of_local_hashes([name_hash(name) for name in names], name_hash(root))

@@ -11,12 +11,12 @@ The extra keys of a block are a list, in this order; a block without any is plai
 1. `[id, offset]` for each multimodal item that touches the block, in prompt order: the item's identifier (vLLM: its content
 hash), and its offset from the block's first token, negative if the item began in an earlier block. For vLLM versions that
 write no offset: the identifier alone, as text.
-2. in the first block of a prompt, the cache salt, as text, unless salts are mapped to tenants.
+2. in the first block of a prompt: the cache salt, as text, unless salts are mapped to tenants.
 3. the digest of the block's prompt embeddings, as bytes.
 
-Some engines' hashes also cover the L tokens after a block (vLLM 0.33 with EAGLE: lookahead). Their chain starts at token L,
-and the parent of its first block is the local hash of the first L tokens. So a block's hash covers the same tokens as the
-engine's, and a block followed by fewer than L tokens has no hash.
+Some engines' hashes also cover the L tokens after a block (vLLM 0.33 with EAGLE: lookahead). In that case, their chain starts
+at token L, and the parent of its first block is the local hash of the first L tokens. A block's hash then covers the same
+tokens as the engine's own hash does, and a block that is followed by fewer than L tokens has no hash.
 
 The LoRA adapter is not among the extra keys; it is part of the scope. A router that knows a prompt's salt and items
 computes the same hashes.
@@ -65,7 +65,7 @@ def is_compiled() -> bool:
 
 def pack_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian u32. Raises InvalidValue for an id that is not an integer in 0..2^32-1."""
-    if isinstance(tokens, (str, bytes, bytearray)):  # array() would take bytes as machine words
+    if isinstance(tokens, (str, bytes, bytearray)):  # array() would read bytes as machine words
         raise InvalidValue(f"token ids given as {type(tokens).__name__}; expected a sequence of integers")
     try:
         packed = array("I", tokens)
@@ -79,7 +79,7 @@ def pack_tokens(tokens: TokenIds) -> bytes:
 
 
 def local_hash(tokens: TokenIds, extra_keys: ExtraKeys = None) -> int:
-    """64-bit hash of one block's own tokens and extra keys."""
+    """The 64-bit hash of one block's own tokens and extra keys."""
     return _local(pack_tokens(tokens), extra_keys)
 
 
@@ -95,10 +95,10 @@ def extend_chain(
     parent: int | None = None,
     extra_keys: Sequence[ExtraKeys] | None = None,
 ) -> bytes:
-    """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block before them.
+    """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block in front of them.
 
-    `extra_keys` has one entry per block (a shorter sequence leaves the later blocks plain). A partial last block has no
-    hash. Raises InvalidValue for a block size below 1 or a token id beyond 32 bits.
+    `extra_keys` has one entry per block (if it is shorter, the remaining blocks are plain). A partial last block has no hash.
+    Raises InvalidValue for a block size below 1 or a token id of more than 32 bits.
     """
     if block_size < 1:
         raise InvalidValue(f"block size {block_size}; expected at least 1")
@@ -124,7 +124,8 @@ def extend_chain(
 
 
 def chain_of_local_hashes(local_hashes: Sequence[int], parent: int | None = None) -> bytes:
-    """Packed sequence hashes of blocks from their local hashes; `parent` is the sequence hash of the block before them."""
+    """Packed sequence hashes of blocks, from their local hashes; `parent` is the sequence hash of the block in front of
+    them."""
     values = iter(local_hashes)
     hashes: list[int] = []
     if parent is None:
@@ -144,8 +145,8 @@ def _block_of(size: int) -> Struct:
 
 
 def lookahead_chain(tokens: TokenIds, lookahead_tokens: int) -> tuple[int | None, TokenIds]:
-    """(parent of the first block, tokens of the blocks) of a chain whose hashes also cover that many tokens after a
-    block."""
+    """(parent of the first block, tokens of the blocks) for a chain whose hashes also cover `lookahead_tokens` tokens after
+    each block."""
     if not lookahead_tokens:
         return None, tokens
     return local_hash(tokens[:lookahead_tokens]), tokens[lookahead_tokens:]
@@ -158,9 +159,9 @@ def lazy_chain(
     extra_keys: Sequence[ExtraKeys] | None = None,
     lookahead_tokens: int = 0,
 ) -> Iterator[bytes]:
-    """The whole chain of a prompt in packed chunks of up to `chunk_blocks`, each computed only when it is requested.
+    """The whole chain of a prompt in packed chunks of up to `chunk_blocks` blocks, each computed only when it is requested.
 
-    A router stops once no worker holds the current chunk, so a long cold prompt is hashed only as far as it matches.
+    A router stops as soon as no worker holds the current chunk, so a long cold prompt is hashed only as far as it matches.
     """
     parent, tokens = lookahead_chain(tokens, lookahead_tokens)
     blocks = len(tokens) // block_size
@@ -173,7 +174,7 @@ def lazy_chain(
 
 
 def unpack_hashes(packed: bytes) -> list[int]:
-    """Packed hashes as integers. Raises InvalidValue unless the length is a multiple of 8."""
+    """Packed hashes as integers. Raises InvalidValue if the length is not a multiple of 8."""
     if len(packed) % HASH_BYTES:
         raise InvalidValue(f"packed hashes of {len(packed)} bytes; expected a multiple of {HASH_BYTES}")
     values = array("Q", packed)
@@ -183,7 +184,7 @@ def unpack_hashes(packed: bytes) -> list[int]:
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """Integers as packed hashes. Raises InvalidValue for one outside 0..2^64-1."""
+    """Integers as packed hashes. Raises InvalidValue for an integer outside 0..2^64-1."""
     try:
         values = array("Q", hashes)
     except (OverflowError, TypeError) as error:
@@ -194,7 +195,8 @@ def pack_hashes(hashes: Sequence[int]) -> bytes:
 
 
 def thin(packed: bytes, granularity: int, first_index: int = 0) -> bytes:
-    """Every `granularity`-th hash of a chain: those with index % g == g-1, where the first has index `first_index`."""
+    """Every `granularity`-th hash of a chain: those with index % granularity == granularity - 1, where the first hash has index
+    `first_index`."""
     if granularity == 1:
         return packed
     start = (granularity - 1 - first_index) % granularity

@@ -1,18 +1,19 @@
-"""The positions of a prompt at which an engine can resume: the rules of its KV cache groups (vLLM 0.33).
+"""The positions of a prompt at which an engine can resume, according to the rules of its KV cache groups (vLLM 0.33).
 
-A model's layers form groups by the kind of their attention. Each group caches its own blocks under the same hashes. Position p
-is the end of the first p blocks. A prompt resumes at the deepest position, at most (prompt tokens - 1) // block size, that
-every group allows (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
+A model's layers form groups according to their kind of attention. Each group caches its own blocks under the same hashes.
+Position p is the end of the first p blocks. A prompt resumes at the deepest position that every group allows, which is at most
+(prompt tokens - 1) // block size (`HybridKVCacheCoordinator.find_longest_cache_hit`, `single_type_kv_cache_manager`):
 
-- full attention, MLA, sink: all blocks before p are held. This is residency itself, which is prefix-closed;
-- sliding window of W tokens: the last ceil((W - 1) / block size) blocks before p are held, or all from the first on;
-- chunked local attention of C tokens: the blocks from the start of p's chunk up to p are held; none if p starts a chunk;
-- mamba: the block before p is held (it stores the state at its end);
-- an EAGLE group without lookahead hashes must hold one more block, which is not reused;
-- groups of several block sizes: p is a multiple of all of them (the scheduler's block size). A larger block has the hash of
-  the last small one that it covers. If there are several groups of full attention, residency follows the smallest blocks, and
-  the groups with larger blocks must also hold everything up to p. Windows may have smaller blocks than full attention (Gemma
-  4).
+- full attention, MLA, sink: all blocks before p must be held. This is residency itself, which is prefix-closed;
+- sliding window of W tokens: the last ceil((W - 1) / block size) blocks before p must be held, or all blocks before p if there
+  are fewer;
+- chunked local attention of C tokens: the blocks from the start of p's chunk up to p must be held; none if a chunk starts at p;
+- mamba: the block before p must be held (it stores the state at its end);
+- an EAGLE group without lookahead hashes: one block more must be held, which is not reused;
+- groups with different block sizes: p must be a multiple of all of them (the scheduler's block size). A larger block has the
+  hash of the last small one that it covers. If there are several groups of full attention, residency follows the smallest
+  blocks, and the groups with larger blocks must also hold everything up to p. Windows may have smaller blocks than full
+  attention does (Gemma 4).
 
 Groups that never share blocks (circular buffers, bounded replay) publish no events and are ignored here.
 """
@@ -26,7 +27,8 @@ from kvatlas.errors import InvalidValue
 
 
 class AttentionKind(StrEnum):
-    """A group's kind, as vLLM's events name it (`kv_cache_spec_kind`). OTHER: a kind whose rule we don't know."""
+    """A group's kind, under the name that vLLM's events use for it (`kv_cache_spec_kind`). OTHER: a kind whose rule we don't
+    know."""
 
     FULL = "full_attention"
     MLA = "mla_attention"
@@ -39,12 +41,12 @@ class AttentionKind(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> "AttentionKind":
-        """The kind that an engine names."""
+        """The kind with the name that an engine uses for it."""
         return _KIND_OF_NAME.get(name, cls.OTHER)
 
     @property
     def is_full(self) -> bool:
-        """True if the group needs every block before a position. Then residency alone decides."""
+        """True if the group needs every block before a position. In that case, residency alone decides."""
         return self in _FULL
 
 
@@ -55,9 +57,9 @@ _WINDOWED = frozenset((AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDO
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """One group. `window_tokens` is required for a sliding window, `chunk_tokens` for chunked attention.
+    """One group. `window_tokens` is required for a sliding window, and `chunk_tokens` for chunked attention.
 
-    `eagle`: a hit gives up the group's last block. Raises InvalidValue for unusable sizes.
+    `eagle`: a hit drops the group's last block. Raises InvalidValue for unusable sizes.
     """
 
     kind: AttentionKind
@@ -81,14 +83,13 @@ class AttentionGroup:
 
     @property
     def drops(self) -> bool:
-        """True if a hit gives up one block of this group. vLLM never drops a mamba state, because draft models have
-        none."""
+        """True if a hit drops one block of this group. vLLM never drops a mamba state, because draft models have none."""
         return self.eagle and self.kind is not AttentionKind.MAMBA
 
     @property
     def longest_run(self) -> int:
-        """The number of consecutive blocks of this group beyond which more make no difference. Undefined for full attention,
-        which needs all of them."""
+        """The number of consecutive blocks beyond which more blocks of this group make no difference. Undefined for full
+        attention, which needs all of them."""
         if self.kind in _WINDOWED:
             assert self.window_tokens is not None
             needed = -(-(self.window_tokens - 1) // self.block_size)
@@ -100,8 +101,8 @@ class AttentionGroup:
         return needed + self.drops
 
     def blocks_needed(self, tokens: int) -> int:
-        """Number of consecutive blocks that the group must hold before this position (a multiple of its block size) to allow
-        it."""
+        """The number of consecutive blocks that the group must hold before this position (a multiple of its block size) in
+        order to allow it."""
         position = tokens // self.block_size
         if self.kind in _WINDOWED:
             return min(self.longest_run - self.drops, position)
@@ -113,11 +114,11 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class ResumptionRule:
-    """The combined needs of one engine's groups, counted in index blocks of `block_size` tokens.
+    """The combined needs of one engine's groups, counted in index blocks of `block_size` tokens each.
 
-    `alignment`: positions are multiples of this many blocks. `dropped`: a position needs this many blocks after it to be
-    resident too. `sparse`: the groups that residency does not cover, in the order of their bits in `Block.held_by`. They
-    include full attention with blocks larger than the smallest.
+    `alignment`: positions are multiples of this many blocks. `dropped`: this many blocks after a position must be resident too.
+    `sparse`: the groups that residency does not cover, in the order of their bits in `Block.held_by`. They include the groups
+    of full attention whose blocks are larger than the smallest.
     """
 
     block_size: int
@@ -129,8 +130,9 @@ class ResumptionRule:
     def of(
         cls, groups: Sequence[AttentionGroup], *, block_size: int | None = None, alignment_tokens: int | None = None
     ) -> "ResumptionRule":
-        """The combined rule of these groups. `block_size`: by default the largest that divides all groups' block sizes
-        (vLLM hashes by it). `alignment_tokens`: the scheduler's block size, by default the smallest that fits all groups.
+        """The combined rule for these groups. `block_size`: by default, the largest one that divides all groups' block sizes
+        (vLLM hashes blocks of that size). `alignment_tokens`: the scheduler's block size; by default, the smallest one that
+        fits all groups.
 
         Raises InvalidValue if no single engine can have these sizes.
         """
@@ -163,12 +165,12 @@ class ResumptionRule:
 
     @property
     def parts(self) -> int:
-        """Number of blocks of the smallest group that fit in one index block."""
+        """The number of blocks of the smallest group that fit in one index block."""
         return max((self.block_size // group.block_size for group in self.sparse), default=1) or 1
 
     @property
     def first_bits(self) -> tuple[int, ...]:
-        """Each sparse group's first bit in `Block.held_by`. A group has one bit for each of its blocks in an index
+        """The first bit of each sparse group in `Block.held_by`. A group has one bit for each of its blocks in an index
         block."""
         bits, bit = [], 1
         for group in self.sparse:
@@ -178,7 +180,7 @@ class ResumptionRule:
 
     @property
     def bits(self) -> int:
-        """Number of bits of all sparse groups in `Block.held_by`, for each of its two kinds of tiers."""
+        """The number of bits that all sparse groups have in `Block.held_by`, for each of its two kinds of tiers."""
         return sum(max(1, self.block_size // group.block_size) for group in self.sparse)
 
     @property

@@ -1,7 +1,8 @@
-"""Images, audio and video in a prompt: the items that touch each block, as engines hash them (`kvatlas.blocks.hashing`).
+"""Images, audio and video in a prompt: the items that touch each block, in the form that engines hash
+(`kvatlas.blocks.hashing`).
 
-vLLM (0.24 to 0.33): a block's key has `[id, offset]` for each item with placeholder tokens in the block or in the lookahead
-tokens after it. The offset is the item's offset minus that of the block's first token
+vLLM (0.24 to 0.33): a block's key contains `[id, offset]` for each item with placeholder tokens in the block or in the
+lookahead tokens after it. The offset is the position of the item minus that of the block's first token
 (`kv_cache_utils._gen_mm_extra_hash_keys`).
 """
 
@@ -18,8 +19,9 @@ from kvatlas.validation import Count, Positive
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One item of a prompt. `id`: as the engine hashes it (vLLM: its content hash, or the name that the request gives it);
-    `offset` and `length`: of its placeholder, in tokens. Raises InvalidValue for an item that can't be part of a prompt."""
+    """One item of a prompt. `id`: what the engine hashes (vLLM: the item's content hash, or the name that the request gives
+    it); `offset`, `length`: where its placeholder begins and how long it is, in tokens. Raises InvalidValue for an item that
+    can't be part of a prompt."""
 
     id: Annotated[str, Field(min_length=1)]
     offset: Count
@@ -34,7 +36,7 @@ class MediaItem:
 
 
 def media_keys(items: Sequence[MediaItem], block_size: int, blocks: int, lookahead_tokens: int = 0) -> list[ExtraKeys]:
-    """The items' part of the extra keys of each of a prompt's first `blocks` blocks."""
+    """What the items contribute to the extra keys of each of a prompt's first `blocks` blocks."""
     keys: list[ExtraKeys] = [None] * blocks
     for item in sorted(items, key=lambda item: item.offset):
         first = max(0, (item.offset - lookahead_tokens) // block_size)

@@ -1,4 +1,4 @@
-"""Keys of blocks, residencies, and overlaps as the index returns them."""
+"""Keys of blocks, residencies, and overlaps, as the index returns them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from kvatlas.identity import Scope
 class BlockKey:
     """The full name of a block. A hash is 16 hex digits, or the caller's own text.
 
-    `prefix_hash` is the parent's block hash; for a first block the session id or "root".
+    `prefix_hash` is the block hash of the parent; for a first block, it is the session id or "root".
     """
 
     scope: Scope
@@ -44,11 +44,11 @@ class BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """One block held by one worker in one tier.
+    """One block that one worker holds in one tier.
 
-    `bytes`: size of the block; 0 if the worker's publisher does not know it. `pinned`: it was pinned by the `put`.
-    `resumable`: every cache group of the engine holds what a prompt needs to resume after this block
-    (`kvatlas.blocks.kv_cache_groups`); None if the worker has no marks.
+    `bytes`: the block's size; 0 if the worker's publisher does not know it. `pinned`: the `put` pinned it. `resumable`: every
+    cache group of the engine holds what a prompt needs in order to resume after this block (`kvatlas.blocks.kv_cache_groups`);
+    None if the worker has no marks.
     """
 
     scope: Scope
@@ -61,27 +61,27 @@ class Residency:
 
     @classmethod
     def hbm(cls, worker_id: str, scope: Scope, sequence_hash: int, bytes: int = 0) -> Self:
-        """A residency in the device's memory, not pinned."""
+        """A residency in the device's memory that is not pinned."""
         return cls(scope, sequence_hash, worker_id, Tier.HBM, bytes)
 
 
 def residency_order(residency: Residency) -> tuple[int, str, Tier]:
-    """Sort key of residencies in answers: hash, worker, tier."""
+    """The key by which residencies in answers are sorted: hash, worker, tier."""
     return residency.sequence_hash, residency.worker_id, residency.tier
 
 
 WorkerRuns = tuple[tuple[int, int], ...]
-"""(length in looked-up blocks, flags byte) of each run."""
+"""(number of blocks looked up, flags byte) for each run."""
 
 HOLDER_ENTRY_BYTES = 4
-"""A holders value is entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
+"""A holders value consists of entries of 4 bytes, sorted: the holder's number (24 bits, big-endian), then its flags byte."""
 
 
 class ShardRuns(NamedTuple):
     """One shard's part of an overlap: `values[i]` is the holders value of `lengths[i]` consecutive blocks.
 
-    `names` maps the numbers of active holders to their workers; other holders in the values (retired, loading) are ignored.
-    `positions`: for holders with marks, holder number -> index of the block at which the chain can be resumed.
+    `names` maps the numbers of active holders to their workers; any other holders in the values (retired, loading) are
+    ignored. `positions`: for holders with marks, holder number -> index of the block at which the chain can be resumed.
     """
 
     values: Sequence[bytes]
@@ -96,7 +96,7 @@ class ShardRuns(NamedTuple):
         return {self.names[holder]: at for holder, at in self.positions.items() if holder in self.names}
 
     def depths(self) -> dict[str, int]:
-        """Leading blocks that each active worker holds. The work is per run and per change between runs."""
+        """The number of leading blocks that each active worker holds. The work is per run and per change between runs."""
         if not self.values:
             return {}
         alive = {entry >> 8 for entry in _entries(self.values[0])}
@@ -113,13 +113,13 @@ class ShardRuns(NamedTuple):
         return {self.names[holder]: depth for holder, depth in depth_of.items() if holder in self.names}
 
     def runs_by_worker(self) -> dict[str, WorkerRuns]:
-        """Each active worker's (length, flags byte) runs from the prompt's start. Costs as much as `depths`."""
+        """Each active worker's (length, flags byte) runs, from the prompt's start on. Costs as much as `depths`."""
         names = self.names
         found = _runs_by_holder(tuple(self.values), tuple(self.lengths))
         return {names[holder]: runs for holder, runs in found.items() if holder in names}
 
     def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
-        """(length, flags byte) of each run, up to where the worker stops holding the prompt."""
+        """(length, flags byte) of each run, up to the point where the worker stops holding the prompt."""
         numbers = {number for number, name in self.names.items() if name == worker_id}
         runs: list[tuple[int, int]] = []
         for value, length in zip(self.values, self.lengths, strict=True):
@@ -131,23 +131,23 @@ class ShardRuns(NamedTuple):
 
 
 def depths_by_holder(values: Sequence[bytes], lengths: Sequence[int]) -> dict[int, int]:
-    """Number of leading blocks that each holder of the first run has, by holder number."""
+    """The number of leading blocks that each holder in the first run holds, by holder number."""
     runs = _runs_by_holder(tuple(values), tuple(lengths))
     return {holder: sum(length for length, _ in found) for holder, found in runs.items()}
 
 
 @lru_cache(maxsize=512)
 def _runs_by_holder(values: tuple[bytes, ...], lengths: tuple[int, ...]) -> Mapping[int, WorkerRuns]:
-    """Runs by holder number. Cached, because routers see the same few values again and again."""
+    """Runs by holder number. Cached, because routers see the same few values over and over."""
     if not values:
         return {}
     runs: dict[int, WorkerRuns] = {}
-    since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(values[0])}  # where the current flags began
+    since = {entry >> 8: (0, entry & 0xFF) for entry in _entries(values[0])}  # where the current flags begin
     before, position = values[0], lengths[0]
     for i in range(1, len(values)):
         value = values[i]
         for old, new in _changes(before, value):
-            # a holder that only appears later does not hold the start: it publishes at another granularity
+            # a holder that only appears later does not hold the start, because it publishes at a different granularity
             if old is not None and (current := since.pop(old >> 8, None)) is not None:
                 runs[old >> 8] = (*runs.get(old >> 8, ()), (position - current[0], current[1]))
                 if new is not None:
@@ -166,7 +166,8 @@ def _lost_holders(before: bytes, after: bytes) -> set[int]:
 
 
 def _single_lost_entry(before: bytes, after: bytes) -> int | None:
-    """The one entry that `after` lacks, if the values are otherwise equal (usual for adjacent runs); otherwise None."""
+    """The only entry that is missing in `after`, if the values are otherwise equal (as adjacent runs usually are); otherwise
+    None."""
     size = HOLDER_ENTRY_BYTES
     if len(before) != len(after) + size:
         return None
@@ -176,9 +177,9 @@ def _single_lost_entry(before: bytes, after: bytes) -> int | None:
 
 
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
-    """The differences of two holders values, as (entry before or None, entry after or None); never both None.
+    """The differences between two holders values, as (entry before or None, entry after or None); never None for both.
 
-    Bisects for the next difference, because adjacent runs mostly differ in one of hundreds of entries.
+    Bisects to find the next difference, because adjacent runs mostly differ in one of hundreds of entries.
     """
     if (lost := _single_lost_entry(before, after)) is not None:
         yield lost, None
@@ -215,11 +216,12 @@ def _entries(value: bytes) -> tuple[int, ...]:
 
 
 class Overlap(NamedTuple):
-    """Which workers hold how much of a prompt's start, counted in looked-up blocks (every granularity-th of the chain).
+    """Which workers hold how much of a prompt's start, counted in the blocks that are looked up (every granularity-th of the
+    chain).
 
-    Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block.
-    `differences` is filled by a verified lookup: (worker, depth by galloping, depth by a full walk). `source`: what answered,
-    if a router has a local copy of the index.
+    Depths are exact, because residency is prefix-closed. The tiers of a run are exact at its first and last block. A verified
+    lookup fills `differences`: (worker, depth by galloping, depth by a full walk). `source`: what gave the answer, if a router
+    has a local copy of the index.
     """
 
     shards: Sequence[ShardRuns]
@@ -229,19 +231,19 @@ class Overlap(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Leading looked-up blocks that any holder has, active or not."""
+        """The number of leading blocks looked up that some holder has, active or not."""
         return max((sum(shard.lengths) for shard in self.shards), default=0)
 
     def depths(self) -> dict[str, int]:
-        """Leading looked-up blocks that each worker holds in any tier; workers that hold none are left out."""
+        """The number of leading blocks looked up that each worker holds in any tier; workers that hold none are left out."""
         depths: dict[str, int] = {}
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard
         return depths
 
     def reach(self) -> dict[str, int]:
-        """Number of the chain's first blocks that each worker with marks can reuse, up to the lookup's limit (0: none). For
-        workers that are missing here, residency decides."""
+        """How many of the chain's first blocks each worker with marks can reuse, up to the lookup's limit (0: none). For
+        workers that are not listed here, residency decides."""
         reach: dict[str, int] = {}
         for shard in self.shards:
             if shard.positions:
@@ -249,7 +251,7 @@ class Overlap(NamedTuple):
         return reach
 
     def runs_by_worker(self) -> dict[str, WorkerRuns]:
-        """Each worker's (length, flags byte) runs from the prompt's start (flags: `kvatlas.blocks.tiers`)."""
+        """Each worker's (length, flags byte) runs, from the prompt's start on (flags: `kvatlas.blocks.tiers`)."""
         if len(self.shards) == 1:
             return self.shards[0].runs_by_worker()
         runs: dict[str, WorkerRuns] = {}
@@ -258,7 +260,7 @@ class Overlap(NamedTuple):
         return runs
 
     def runs_of(self, worker_id: str) -> list[tuple[int, int]]:
-        """(length, flags byte) of each run, up to where the worker stops holding the prompt (flags:
+        """(length, flags byte) of each run, up to the point where the worker stops holding the prompt (flags:
         `kvatlas.blocks.tiers`)."""
         for shard in self.shards:
             if runs := shard.runs_of(worker_id):
@@ -267,7 +269,7 @@ class Overlap(NamedTuple):
 
 
 class TierBlocks(NamedTuple):
-    """Residencies by tier, in the tiers' order."""
+    """Residencies by tier, in the order of the tiers."""
 
     hbm: int = 0
     remote_hbm: int = 0
@@ -278,8 +280,8 @@ class TierBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """Everything that the workers hold of one scope in one tier. `bytes`: each worker's blocks times the block size it last
-    reported; blocks of unknown size count as 0."""
+    """Everything in one scope that the workers hold in one tier. `bytes`: each worker's blocks times the block size that it
+    last reported; blocks of unknown size count as 0."""
 
     scope: Scope
     tier: Tier
@@ -302,7 +304,7 @@ class ResidentCount:
         return {scope_id for scope_id, _ in self._found}
 
     def by_scope(self, scopes: Mapping[bytes, Scope]) -> list[ResidentBlocks]:
-        """The counts, sorted by the scopes' text, then by tier."""
+        """The counts, sorted by the text of the scopes, then by tier."""
         rows = [ResidentBlocks(scopes[id], tier, *held) for (id, tier), held in self._found.items()]
         return sorted(rows, key=lambda row: (str(row.scope), row.tier))
 
@@ -319,7 +321,8 @@ class ResidentCount:
 
 @dataclass(frozen=True, slots=True)
 class ModelBlocks:
-    """Everything that the workers hold of one model's scopes, by tier: residencies, and bytes (see `ResidentBlocks`)."""
+    """Everything that the workers hold of one model, over all its scopes, by tier: residencies, and bytes (see
+    `ResidentBlocks`)."""
 
     blocks: TierBlocks = field(default_factory=TierBlocks)
     bytes: TierBlocks = field(default_factory=TierBlocks)
@@ -332,33 +335,33 @@ class ModelBlocks:
 
 @dataclass(frozen=True, slots=True)
 class IndexMetrics:
-    """Current size of the index, by model id."""
+    """The current size of the index, by model id."""
 
     models: Mapping[str, ModelBlocks]
 
     @property
     def tiers(self) -> TierBlocks:
-        """Residencies of all models."""
+        """The residencies of all models."""
         return reduce(ModelBlocks.plus, self.models.values(), ModelBlocks()).blocks
 
     @property
     def resident_blocks(self) -> int:
-        """Blocks in all tiers."""
+        """The number of blocks in all tiers."""
         return sum(self.tiers)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes in all tiers."""
+        """The number of bytes in all tiers."""
         return sum(sum(model.bytes) for model in self.models.values())
 
 
 @dataclass(frozen=True, slots=True)
 class IndexWork:
-    """Work that this process has done since it opened the index; reading it does not contact the store.
+    """The work that this process has done since it opened the index. Reading it does not contact the store.
 
-    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: overlaps and children looked up. A clear changes
-    none of them. `bytes_written`: 0 for a memory index; for one in a file the bytes written to it; for one in a store the keys
-    and values of block entries that its server wrote.
+    `puts`, `removes`: residencies, one for each (block, tier). `prefix_scans`: lookups of overlaps and children. A clear
+    changes none of them. `bytes_written`: 0 for a memory index; for an index in a file, the bytes written to the file; for an
+    index in a store, the keys and values of block entries that the server wrote.
     """
 
     puts: int

@@ -1,20 +1,19 @@
-"""Usable tokens: how much of a resident prefix an engine will really reuse.
+"""Usable tokens: how much of a resident prefix an engine will actually reuse.
 
-Every engine recomputes at least the prompt's last token, because it needs the logits. Further losses:
+Every engine recomputes at least the prompt's last token, because it needs the logits. There are further losses:
 
-- vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, cut to whole blocks. With EAGLE and without lookahead hashes
-  (0.33's default without a KV connector) one block is dropped, because the draft model needs its hidden states. Models with
-  one KV cache group drop it after the cut (`UnitaryKVCacheCoordinator`), models with several before it
-  (`HybridKVCacheCoordinator`). With several block sizes the rest is cut to the scheduler's block size.
-- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, cut to whole pages. With EAGLE the tree's keys are pairs of
-  adjacent tokens (a hash also covers the token after its block), of which there is one fewer.
-- TensorRT-LLM (1.2, 1.3rc): at most prompt - 1 tokens; only full blocks are in the index.
-- LMCache (0.5.6): a full hit is shortened by one token and is not cut to blocks.
+- vLLM (0.9 to 0.33): the hit is at most prompt - 1 tokens, rounded down to whole blocks. With EAGLE and without lookahead
+  hashes (0.33's default without a KV connector), one block is dropped, because the draft model needs its hidden states. Models
+  with one KV cache group drop it after the rounding (`UnitaryKVCacheCoordinator`), models with several groups before it
+  (`HybridKVCacheCoordinator`). With several block sizes, the rest is rounded down to the scheduler's block size.
+- SGLang (0.5.7 to 0.5.23): the hit is at most prompt - 1 tokens, rounded down to whole pages. With EAGLE, the tree's keys are
+  pairs of adjacent tokens (a hash also covers the token after its block), so there is one key fewer than there are tokens.
+- TensorRT-LLM (1.2, 1.3rc): the hit is at most prompt - 1 tokens; only full blocks are in the index.
+- LMCache (0.5.6): a full hit is shortened by one token, and is not rounded down to blocks.
 - mock: like vLLM.
 
-For a hybrid model residency is only an upper bound: its marks show where a prompt can resume
-(`kvatlas.blocks.kv_cache_groups`).
-A request can also forbid reuse, entirely or from some token on: `CacheReading`.
+For a hybrid model, residency is only an upper bound: the model's marks show where a prompt can resume
+(`kvatlas.blocks.kv_cache_groups`). A request can also forbid reuse, entirely or from some token on: `CacheReading`.
 """
 
 from collections.abc import Mapping
@@ -28,12 +27,12 @@ from kvatlas.fleet.records import EngineEndpoint, EngineKind
 
 @dataclass(frozen=True, slots=True)
 class ReuseRule:
-    """One engine's rule.
+    """The rule of one engine.
 
-    `recomputed_tokens` at the prompt's end are never reused. `block_aligned` cuts the rest to whole blocks, or to multiples
-    of `alignment_tokens` unless that is 0. `dropped_blocks` are dropped from the hit, or with `drops_resident` from the
-    resident prefix before the other cuts. `share`: fraction of the rest that counts, below 1 for an upper bound that
-    answers have corrected. Raises InvalidValue for a negative number.
+    `recomputed_tokens` at the prompt's end are never reused. If `block_aligned` is set, the rest is rounded down to whole
+    blocks, or to multiples of `alignment_tokens` unless that is 0. `dropped_blocks` are dropped from the hit or, if
+    `drops_resident` is set, from the resident prefix before anything else. `share`: the fraction of the rest that counts; below
+    1 for an upper bound that answers have corrected. Raises InvalidValue for a negative number.
     """
 
     recomputed_tokens: int = 1
@@ -50,9 +49,10 @@ class ReuseRule:
     def usable_tokens(
         self, resident_tokens: int, prompt_tokens: int, block_size: int, readable_tokens: int | None = None
     ) -> int:
-        """Tokens of a resident prefix that the engine does not recompute.
+        """The number of tokens of a resident prefix that the engine does not recompute.
 
-        `readable_tokens`: number that the request lets the engine read from its cache (`CacheReading`); None: all.
+        `readable_tokens`: the number of tokens that the request allows the engine to read from its cache (`CacheReading`);
+        None: all.
         """
         dropped = self.dropped_blocks * block_size
         limit = self.limit_tokens(prompt_tokens, readable_tokens)
@@ -66,7 +66,7 @@ class ReuseRule:
         return max(0, usable)
 
     def limit_tokens(self, prompt_tokens: int, readable_tokens: int | None = None) -> int:
-        """Maximum number of a prompt's tokens that may be reused."""
+        """The maximum number of a prompt's tokens that can be reused."""
         limit = prompt_tokens - self.recomputed_tokens
         return max(0, limit if readable_tokens is None else min(limit, readable_tokens))
 
@@ -85,7 +85,7 @@ class CacheReading:
     logprob_start_len: int = -1
 
     def readable_tokens(self, kind: EngineKind) -> int | None:
-        """Number of the prompt's first tokens that this kind of engine may read from its cache; None: all."""
+        """How many of the prompt's first tokens this kind of engine may read from its cache; None: all."""
         if kind is EngineKind.SGLANG:
             return self.logprob_start_len if self.logprob_start_len >= 0 else None
         if kind in (EngineKind.VLLM, EngineKind.MOCK):
@@ -94,7 +94,7 @@ class CacheReading:
 
 
 ALL_READABLE = CacheReading()
-"""For a request that sets no limit."""
+"""The reading of a request that sets no limits."""
 
 
 @cache
@@ -106,8 +106,8 @@ def default_rule(
     several_groups: bool = False,
     alignment_tokens: int = 0,
 ) -> ReuseRule:
-    """The rule of an engine kind, with or without EAGLE speculation (without lookahead hashes), for a model with one or
-    several KV cache groups. Sources: this module's docstring."""
+    """The rule of an engine kind, with or without EAGLE speculation (without lookahead hashes), for a model with one or several
+    KV cache groups. The sources are given in this module's docstring."""
     if kind is EngineKind.LMCACHE:
         return ReuseRule(block_aligned=False)
     if kind is EngineKind.SGLANG:
@@ -121,7 +121,7 @@ def default_rule(
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """The rule of each worker: its own, otherwise the one set for its engine kind, otherwise the kind's default."""
+    """The rule of each worker: its own one; otherwise the one set for its engine kind; otherwise the default of that kind."""
 
     by_worker: Mapping[str, ReuseRule] = field(default_factory=dict)
     by_kind: Mapping[EngineKind, ReuseRule] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from kvatlas.errors import InvalidValue, UnknownTier
 
 
 class Tier(IntEnum):
-    """A tier; its value is its bit position in the flags byte. The tier nearest to the compute comes first."""
+    """A tier; its value is its bit position in the flags byte. The tier nearest to the processor comes first."""
 
     HBM = 0
     REMOTE_HBM = 1
@@ -41,8 +41,8 @@ _ALIASES: dict[str, Tier] = {
 
 
 def parse_tier(name: str) -> Tier:
-    """The tier for a name or alias, in any case, with '-' equal to '_'. Raises UnknownTier for any other name, InvalidValue
-    for a value that is not text."""
+    """The tier with this name or alias, in upper or lower case; '-' is the same as '_'. Raises UnknownTier for any other name,
+    and InvalidValue for a value that is not text."""
     tier = _ALIASES.get(name.strip().lower().replace("-", "_")) if isinstance(name, str) else None
     if tier is None:
         kind = UnknownTier if isinstance(name, str) else InvalidValue
@@ -51,7 +51,7 @@ def parse_tier(name: str) -> Tier:
 
 
 def tiers_of(flags: int) -> tuple[Tier, ...]:
-    """The tiers whose bits are set in a flags byte, nearest first."""
+    """The tiers whose bits are set in a flags byte, nearest tier first."""
     return tuple(tier for tier in Tier if flags & tier.flag)
 
 

@@ -9,7 +9,7 @@ MAX_DIGITS = 20
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids in a JSON array, or integers separated by white space or commas.
+    """Parse token ids: a JSON array, or integers separated by white space or commas.
 
     Raises InvalidValue for anything else, for an empty list, and for a token outside 0..2^32-1.
     """

@@ -1,1 +1,1 @@
-"""NATS: the connection, the event stream, subjects, and the messages and requests on them."""
+"""NATS: the connection, the event stream, the subjects, and the messages and requests that they carry."""

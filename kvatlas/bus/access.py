@@ -1,4 +1,4 @@
-"""Access to NATS: addresses, credentials, certificates, and the user's inbox."""
+"""Access to NATS: addresses, credentials, certificates, and the prefix of the user's inboxes."""
 
 import ssl
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class NatsAccess:
     """`url`: one server, or several of one cluster, separated by commas; the credentials of the first one (user and password,
     or token) are used for all. `creds_file`: a JWT and its seed (`nsc`); `nkey_file`: the seed of an NKey. `ca_file` is
     trusted instead of the system's CA certificates; `cert_file` and `key_file` are this client's. `inbox`: prefix of this
-    user's inboxes, as in its permissions; default `_INBOX.<user of the URL>`, or `_INBOX` without a user.
+    user's inboxes, as its permissions have it; by default `_INBOX.<user of the URL>`, or `_INBOX` without a user.
     """
 
     url: str
@@ -35,8 +35,8 @@ class NatsAccess:
         return f"NATS at {redact_url(self.url)}"
 
     def options(self) -> dict[str, Any]:
-        """Arguments of nats-py's `connect`. Raises ValueError for a malformed URL, OSError for a file that can't be read,
-        ssl.SSLError for one without a certificate, AccessDenied for one without credentials."""
+        """Arguments for nats-py's `connect`. Raises ValueError for a malformed URL, OSError for a file that can't be read,
+        ssl.SSLError for a file without a certificate, or AccessDenied for a file without credentials."""
         urls = [urlsplit(one.strip()) for one in self.url.split(",")]
         login, _, _ = urls[0].netloc.rpartition("@")
         user, colon, password = (unquote(part) for part in login.partition(":"))
@@ -68,8 +68,8 @@ class NatsAccess:
 
 
 def _check_seed(file: Path) -> None:
-    """Check that the file holds a seed. Raises OSError, or AccessDenied for other content."""
-    import nkeys  # comes with the extras that have nats-py
+    """Check that the file holds a seed. Raises OSError, or AccessDenied for any other content."""
+    import nkeys  # installed by the extras that include nats-py
 
     try:
         nkeys.from_seed(bytearray(file.read_bytes().strip())).wipe()

@@ -1,4 +1,4 @@
-"""Admits the messages of the stream that may be applied: well-formed ones that arrive on the subject of the worker they
+"""Decides which messages of the stream may be applied: well-formed ones that arrive on the subject of the worker that they
 name."""
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class PoisonReason(StrEnum):
 
 
 class PoisonMessage(KvatlasError):
-    """A message that must not be applied: its `reason`, and one line for the log."""
+    """A message that must not be applied: its `reason`, and a line for the log."""
 
     def __init__(self, reason: PoisonReason, line: str) -> None:
         super().__init__(line)
@@ -50,12 +50,13 @@ class PoisonMessage(KvatlasError):
 
 
 CHECKS_REMEMBERED = 10_000
-"""Maximum number of checked subjects, and of checked scopes, that are remembered; beyond it, all are forgotten and checked
-again."""
+"""Maximum number of checked subjects, and of checked scopes, that are remembered. Above this number, all of them are forgotten
+and checked again."""
 
 
 class Admission:
-    """Decodes and checks messages of one partition, or of all (None). Work is per message and event, never per block."""
+    """Decodes and checks the messages of one partition, or of all partitions (None). The work is per message and event, never
+    per block."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Admission:
         fleet_id: str | None = None,
     ) -> None:
         """`identities`: which scopes each worker's publisher may speak for; None: all. `publishers`: other partition counts
-        that publishers may use. If there are any, messages of other partitions' workers arrive too. `fleet_id`: the fleet of
-        the index; None: unknown, so messages of all fleets are admitted."""
+        that publishers may use. If there are any, messages of other partitions' workers arrive too. `fleet_id`: the fleet that
+        the index belongs to; None: unknown, so the messages of all fleets are admitted."""
         self.partition = partition
         self._partitions = partitions
         self._publishers = publishers
@@ -80,7 +81,7 @@ class Admission:
         self._scopes: dict[bytes, list[object]] = {}
 
     def admit(self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None) -> RawMessage | None:
-        """Return the checked message, or None if another partition takes it. Raises PoisonMessage."""
+        """Return the checked message, or None if it belongs to another partition. Raises PoisonMessage."""
         if self._publishers and self.partition is not None and self._is_of_another(subject):
             return None
         if headers and self._fleet_id is not None and headers.get(FLEET, self._fleet_id) != self._fleet_id:

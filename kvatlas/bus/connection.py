@@ -1,4 +1,4 @@
-"""Connects to NATS, with errors that name the address and the reason, and ends subscriptions."""
+"""Connects to NATS, with errors that state the address and the reason, and ends subscriptions."""
 
 import ssl
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ UNSUBSCRIBE_S = 1.0
 async def connect_nats(
     access: NatsAccess | str, *, name: str, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Client:
-    """Return a connected client that reconnects forever; `access` may be the URL alone.
+    """Return a connected client that reconnects forever. `access` may also be just the URL.
 
-    With `wait` an unreachable server is retried with back-off, and `on_wait` gets a line for the user before each pause.
-    Without `wait` it raises Unreachable at once, naming the address. Raises AccessDenied for wrong credentials, a wrong
-    URL, or an unusable file.
+    If `wait` is set, an unreachable server is tried again with back-off, and before each pause, `on_wait` is called with a line
+    for the user. Otherwise, Unreachable is raised immediately, with the address. Raises AccessDenied for wrong credentials, a
+    wrong URL or an unusable file.
     """
     access = NatsAccess(access) if isinstance(access, str) else access
     try:
@@ -51,9 +51,9 @@ async def connect_nats(
 
 
 class _Client(Client):
-    """nats-py without two bugs of version 2.16. A PONG that arrives after its flush timed out ends the reader, and nothing
-    is received until the connection is found stale. Closing while reconnecting writes pending data to the lost connection's
-    transport, which raises."""
+    """nats-py's client without two bugs of version 2.16. A PONG that arrives after its flush has timed out ends the reader, and
+    then nothing is received until the connection is found to be stale. Closing the client while it reconnects writes pending
+    data to the transport of the lost connection, which raises an error."""
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -75,12 +75,12 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
     failures: list[Exception] = []
 
     async def remember(error: Exception) -> None:
-        """Keep nats-py's errors: `connect` itself reports only that no server is available."""
+        """Keep nats-py's errors, because `connect` itself only reports that no server is available."""
         failures.append(error)
 
     try:
-        # enable reconnection only after the first connection: otherwise nats-py would retry silently, 60 times by default or
-        # forever
+        # enable reconnection only after the first connection succeeded: otherwise nats-py would keep trying silently, 60 times
+        # by default or forever
         await client.connect(
             **options,
             name=name,
@@ -97,7 +97,8 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
         raise (failures[-1] if failures else error) from None
     finally:
         if not client.is_connected and client._transport is not None:
-            client._transport.close()  # nats-py leaves the socket of a failed attempt to the garbage collector
+            # nats-py leaves the socket of a failed attempt to the garbage collector
+            client._transport.close()  # type: ignore[no-untyped-call]
     client._error_cb = _quiet  # there is no public way to change it
     client.options["allow_reconnect"] = True
     client.options["max_reconnect_attempts"] = -1
@@ -105,11 +106,11 @@ async def _connect_once(options: Mapping[str, Any], name: str) -> Client:
 
 
 async def _quiet(_: Exception) -> None:
-    """Ignore a connection error: by default nats-py prints it with its traceback, but we act on the client's state."""
+    """Ignore a connection error: by default, nats-py prints it with its traceback, but we act on the client's state."""
 
 
 async def unsubscribe(subscription: Subscription, client: Client) -> None:
-    """End a subscription, even while being cancelled. Does nothing if the connection is closed or the server has forgotten
+    """End a subscription, even while being cancelled. Does nothing if the connection is closed or the server no longer knows
     the subscription."""
     if not client.is_connected:
         return
@@ -124,11 +125,11 @@ def reason(error: BaseException) -> str:
     """nats-py's error as one line."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    if isinstance(error, ssl.SSLCertVerificationError):  # a ValueError too
+    if isinstance(error, ssl.SSLCertVerificationError):  # this is a ValueError too
         return describe_verification(error)
     if isinstance(error, ValueError):
         return "the URL or the credentials are malformed"
-    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # no responder on its API
+    if isinstance(error, ServiceUnavailableError) and error.err_code is None:  # nothing answers on its API
         return "JetStream is not enabled there (nats-server -js)"
     if isinstance(error, APIError) and error.description:
         return error.description

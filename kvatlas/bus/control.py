@@ -48,7 +48,7 @@ class ScopeFields(WireRecord):
 
 
 class NamedBlock(ScopeFields):
-    """A block that an engine hash stands for, and the block before it (None: it is a first block)."""
+    """A block that an engine's hash stands for, and the block before it (None: it is a first block)."""
 
     sequence_hash: SequenceHash
     parent: SequenceHash | None = None
@@ -57,11 +57,12 @@ class NamedBlock(ScopeFields):
 class ControlRequest(WireRecord):
     """A request on `kvatlas.control.<worker>`.
 
-    For a snapshot, `above` is the incarnation that the requester doubts: a publisher already above it ignores the request; any
-    other starts a new incarnation above it. `partitions`: those of the requester's layout; 0: not given.
+    For a snapshot, `above` is the incarnation that the requester doubts: a publisher whose incarnation is already higher
+    ignores the request; any other publisher starts a new incarnation above it. `partitions`: the partition count of the
+    requester's layout; 0: not given.
 
-    `engine_hash` requests the blocks that it stands for. A request to drop blocks names them by `engine_hash`, or one of them
-    by `block`. Dropped blocks count as removed by the engine.
+    `engine_hash` requests the blocks that this hash stands for. A request to drop blocks names all of these by `engine_hash`,
+    or a single one of them by `block`. Dropped blocks count as removed by the engine.
     """
 
     op: ControlOp
@@ -72,19 +73,19 @@ class ControlRequest(WireRecord):
 
 
 class ScopeDigest(ScopeFields):
-    """The digest of what a worker holds in one scope, as `Digest.words`."""
+    """The digest of what a worker holds in one scope, in the form of `Digest.words`."""
 
     digest: DigestWords
 
 
 class ControlReply(WireRecord):
-    """A publisher's reply; `note` says why it is not `ok`. `status` answers a status request.
+    """A publisher's reply. If it is not `ok`, `note` says why. `status` answers a status request.
 
-    A digest request is answered with `digest` (`Digest.words`), `scopes` (the same by scope; None: too many scopes) and `marks`
-    (`MarkDigest.words` of a worker with marks), all as of a checkpoint, `status["told_seq"]`, that the publisher sends to the
-    stream for the requester.
+    A digest request is answered with `digest` (`Digest.words`), `scopes` (the same for each scope; None: there are too many
+    scopes) and `marks` (`MarkDigest.words` of a worker with marks). All of them are as of a checkpoint, `status["told_seq"]`,
+    that the publisher sends to the stream for the requester.
 
-    A request for blocks, or to drop some, is answered with the `blocks` concerned.
+    A request for blocks, or a request to drop some, is answered with the `blocks` concerned.
     """
 
     max_bytes: ClassVar[int] = 4 << 20
@@ -102,7 +103,7 @@ class ControlReply(WireRecord):
 
 
 class GrantRequest(WireRecord):
-    """A request on `kvatlas.grant.<partition>.<worker>` before a snapshot larger than `UNGRANTED_SNAPSHOT_BYTES`."""
+    """A request on `kvatlas.grant.<partition>.<worker>`, sent before a snapshot larger than `UNGRANTED_SNAPSHOT_BYTES`."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -110,7 +111,7 @@ class GrantRequest(WireRecord):
 
 
 class GrantReply(WireRecord):
-    """The owner's reply. If not granted, request again after `retry_after_ms`, with jitter."""
+    """The owner's reply. If the grant is refused, the publisher asks again after `retry_after_ms`, with jitter."""
 
     granted: bool
     retry_after_ms: Annotated[int, Field(ge=0, le=MAX_RETRY_AFTER_MS)] = 0

@@ -17,7 +17,7 @@ ANSWER_S = 2.0
 async def ask_publishers(
     client: Client, worker_ids: Iterable[str], request: ControlOp | ControlRequest, answer_s: float = ANSWER_S
 ) -> dict[str, ControlReply]:
-    """The replies by worker; workers that don't answer in time, or answer for another worker, are missing."""
+    """The replies, by worker. Workers that don't answer in time, or that answer for a different worker, are missing."""
     replies: dict[str, ControlReply] = {}
     limit = anyio.CapacityLimiter(AT_ONCE)
     payload = (request if isinstance(request, ControlRequest) else ControlRequest(op=request)).pack()

@@ -1,6 +1,6 @@
-"""Requests for an engine's own hashes of blocks, by which other engines fetch them (`kv.fetch`), over core NATS.
+"""Requests for an engine's own hashes of blocks, by which other engines fetch these blocks (`kv.fetch`), over core NATS.
 
-They have a subject of their own, because routers send them, and routers may not send the requests of `kvatlas.bus.control`.
+They have a subject of their own, because they are sent by routers, which may not send the requests in `kvatlas.bus.control`.
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ class EngineHashesRequest(ScopeFields):
 
 
 class EngineHashesReply(WireRecord):
-    """The engine's own hashes of these blocks, up to the first that it does not hold or has no number for."""
+    """The engine's own hashes of these blocks, up to the first block that it does not hold or has no number for."""
 
     worker_id: WorkerId
     hashes: Annotated[list[Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]], Field(max_length=MOST_HASHES)]

@@ -1,4 +1,4 @@
-"""Messages of one partition, and the stream position after them."""
+"""Messages of one partition, and the stream position that follows them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kvatlas.bus.wire import RawMessage
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in the stream: the stream's creation time (us since 1970) and the last applied stream seq."""
+    """A place in the stream: the stream's creation time (us since 1970) and the stream seq of the last applied message."""
 
     creation_us: int
     seq: int
@@ -16,11 +16,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class PartitionBatch:
-    """Messages of one partition in stream order, and the position after the last of them.
+    """Messages of one partition, in stream order, and the position after the last of them.
 
-    Without a `position` the messages are applied outside the stream (direct writes). `after_seq` is the stream seq before
-    the first message: if the store's position is lower (it lost its last writes) or of another stream, nothing is applied
-    and the partition is in `ApplyResult.moved`.
+    If there is no `position`, the messages are applied outside the stream (direct writes). `after_seq` is the stream seq before
+    the first message. If the store's position is lower (because it lost its last writes) or belongs to a different stream,
+    nothing is applied, and the partition is listed in `ApplyResult.moved`.
     """
 
     partition: int

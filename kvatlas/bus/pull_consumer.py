@@ -1,7 +1,7 @@
-"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue, with no task and no wait per
-message.
+"""An ephemeral consumer of the event stream, and the hot path from NATS' callback into its queue, which needs no task and no
+wait per message.
 
-A consumer is never repaired: if the stream, the connection or a message is lost, a new one starts from the last applied
+A consumer is never repaired: if the stream, the connection or a message is lost, a new consumer starts from the last applied
 position. The fence drops messages that arrive twice.
 """
 
@@ -30,11 +30,12 @@ from kvatlas.errors import KvatlasError
 
 PULL_MESSAGES = 512
 PULL_BYTES = 704 * 1024
-"""More than the largest message with its subject and headers, which would otherwise never be delivered."""
+"""More than the size of the largest message with its subject and headers, because such a message would otherwise never be
+delivered."""
 PULL_EXPIRES_S = 30
 IDLE_HEARTBEAT_S = 2
 SILENCE_S = 5.0
-"""A consumer that has sent nothing for this long, with requests outstanding, is gone."""
+"""A consumer is gone if it has sent nothing for this long while requests were outstanding."""
 INACTIVE_THRESHOLD_S = 30
 WATCH_S = 0.5
 CLOSE_DEADLINE_S = 1.0
@@ -52,13 +53,13 @@ _REQUEST = json.dumps(
 
 
 class ReadCounters(Protocol):
-    """Counters that a consumer adds to."""
+    """The counters that a consumer adds to."""
 
     messages_read: int
 
 
 class PullConsumer:
-    """One consumer of the stream and its queue: keeps two pull requests outstanding while the queue has room."""
+    """One consumer of the stream and its queue. Keeps two pull requests outstanding as long as the queue has room."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class PullConsumer:
         on_queued: Callable[[], None],
         counters: ReadCounters,
     ) -> None:
-        """`start`: the position before the first message. `pending`: messages in the stream after it. `partition`: the
-        partition that it reads; EVERY_PARTITION: all. `admit` gets each message's subject and payload, and returns None for
-        one that must not be applied. `on_queued` is called when an empty queue gets a message."""
+        """`start`: the position before the first message. `pending`: the number of messages in the stream after it.
+        `partition`: the partition that it reads; EVERY_PARTITION: all. `admit` is given each message's subject and payload, and
+        returns None if the message must not be applied. `on_queued` is called when a message enters an empty queue."""
         self.name = name
         self.inbox = client.new_inbox()
         self.queue = PartitionQueue(partition, start, pending, on_room=self.pull)
@@ -90,7 +91,7 @@ class PullConsumer:
 
     @property
     def silent(self) -> bool:
-        """True if the server has sent nothing for SILENCE_S, with requests outstanding."""
+        """True if the server has sent nothing for SILENCE_S while requests were outstanding."""
         return not self._starved and monotonic() - self._heard_s > SILENCE_S
 
     async def pull(self) -> None:
@@ -109,7 +110,7 @@ class PullConsumer:
             self.queue.fail(str(error))
 
     async def on_message(self, msg: Msg) -> None:
-        """NATS' callback. Raises nothing: it counts a poison message, and if the consumer failed, it fails the queue."""
+        """NATS' callback. Never raises: a poison message is counted, and if the consumer has failed, the queue fails too."""
         self._heard_s = monotonic()
         window = self._window
         status = pull_status(msg)
@@ -136,7 +137,7 @@ class PullConsumer:
         headers = msg.headers if msg.headers and "traceparent" in msg.headers else None
         was_empty = not queue
         queue.add(message, len(data), msg.reply, headers)
-        if was_empty:  # otherwise the applier has yet to come to this queue
+        if was_empty:  # otherwise the applier has not got to this queue yet
             self._on_queued()
 
     async def wait_until_lost(self) -> str:
@@ -156,7 +157,8 @@ async def open_pull_consumer(
     client: Client, name: str, filters: Sequence[str], start: Position, make: Callable[[int], PullConsumer]
 ) -> AsyncIterator[PullConsumer]:
     """Create a consumer of everything after `start`. `make` builds it from the number of pending messages; it has not pulled
-    yet. Exiting the context deletes it. Raises nats errors, and KvatlasError if `start` belongs to another stream."""
+    anything yet. Exiting the context deletes the consumer. Raises nats errors, or KvatlasError if `start` belongs to a
+    different stream."""
     info = await client.jetstream().add_consumer(
         STREAM,
         ConsumerConfig(
@@ -183,7 +185,7 @@ async def open_pull_consumer(
 
 
 async def _close(client: Client, consumer: str, subscription: Subscription | None) -> None:
-    """Delete the consumer; if that fails, the server deletes it after the inactive threshold."""
+    """Delete the consumer. If that fails, the server deletes it after the inactivity threshold."""
     try:
         if subscription is not None:
             await unsubscribe(subscription, client)

@@ -1,7 +1,7 @@
-"""Messages that a pull consumer has read from the stream and its reader has not applied yet.
+"""Messages that a pull consumer has read from the stream, but that its reader has not applied yet.
 
-A queue is never repaired: when in doubt it fails, and the reader starts a new one from the stored position. Messages that the
-old one still has in flight are applied, or found to be duplicates.
+A queue is never repaired: when in doubt, it fails, and the reader starts a new one from the stored position. Messages that the
+old queue still has in flight are either applied or found to be duplicates.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from kvatlas.bus.wire import TS_US, WORKER_ID, RawMessage
 QUEUE_MESSAGES = 4_096
 QUEUE_BYTES = 1024 * 1024
 EVERY_PARTITION = -1
-"""The partition number of a queue for the messages of all partitions."""
+"""The partition number of a queue that holds the messages of all partitions."""
 
 Headers = Mapping[str, str]
 
@@ -26,7 +26,7 @@ _Entry = tuple[RawMessage | None, int, str, Headers | None]
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """The part of one index call that comes from one queue."""
+    """The part of one call to the index that comes from one queue."""
 
     queue: "PartitionQueue"
     batch: PartitionBatch
@@ -43,8 +43,8 @@ class PartitionQueue:
     def __init__(
         self, partition: int, start: Position, pending: int, on_room: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """`start`: the position before the first message. `pending`: messages in the stream after it. `on_room`: call it
-        after a take that ended `full`."""
+        """`start`: the position before the first message. `pending`: the number of messages in the stream after it. `on_room`:
+        to be called after a take that ended the `full` state."""
         self.partition = partition
         self.pending = pending
         self.on_room = on_room
@@ -64,27 +64,27 @@ class PartitionQueue:
 
     @property
     def received(self) -> int:
-        """Messages that the consumer has delivered."""
+        """The number of messages that the consumer has delivered."""
         return self._taken + len(self._entries)
 
     @property
     def full(self) -> bool:
-        """True while the consumer must not request more."""
+        """True as long as the consumer must not request more."""
         return len(self._entries) >= QUEUE_MESSAGES or self.queued_bytes >= QUEUE_BYTES
 
     @property
     def at_end(self) -> bool:
-        """True if everything in the stream for this partition is applied, as far as the server has reported."""
+        """True if everything that the stream holds for this partition has been applied, as far as the server has reported."""
         return not self._entries and not self.in_flight and not self.pending
 
     def add(self, message: RawMessage | None, size_bytes: int, reply: str, headers: Headers | None = None) -> None:
-        """Append a delivered message. `message=None`: it must not be applied, only its position counts. `headers`:
-        given only if they carry a trace context."""
+        """Append a delivered message. `message=None`: it must not be applied, and only its position counts. `headers`: given
+        only if they carry a trace context."""
         self._entries.append((message, size_bytes, reply, headers))
         self.queued_bytes += size_bytes
 
     def record_idle(self, consumer_seq: int) -> None:
-        """Record that the server has nothing to deliver after its message `consumer_seq`."""
+        """Record that the server has nothing to deliver after the message with this `consumer_seq`."""
         if consumer_seq == self.received:
             if not self._entries:
                 self.pending = 0  # the pending messages are gone from the stream (purged or aged out)
@@ -92,14 +92,14 @@ class PartitionQueue:
             self.fail(f"NATS sent {consumer_seq} messages, {self.received} were received")
 
     def fail(self, why: str) -> None:
-        """Fail: nothing more is taken from this queue; the reader starts another."""
+        """Make the queue fail: nothing more is taken from it, and the reader starts another one."""
         if not self.failed.is_set():
             self.failure = why
             self.failed.set()
 
     def take(self, max_messages: int, max_bytes: int) -> CallPart | None:
-        """Take the next messages for one call to the index, at least one. None if the queue is empty, or if a message is
-        missing (then the queue fails)."""
+        """Take the next messages (at least one) for one call to the index. Returns None if the queue is empty, or if a message
+        is missing (in that case, the queue fails)."""
         if not self._entries or self.failed.is_set():
             return None
         was_full = self.full
@@ -126,7 +126,7 @@ class PartitionQueue:
         )
 
     def _cut(self, max_messages: int, max_bytes: int) -> tuple[list[_Entry], int]:
-        """Remove the first entries within the limits, at least one; return them and their bytes."""
+        """Remove the first entries that fit within the limits, but at least one. Returns them and their size in bytes."""
         entries = self._entries
         if len(entries) <= max_messages and self.queued_bytes <= max_bytes:
             self._entries = []
@@ -149,6 +149,6 @@ class PartitionQueue:
             self.applied_ts_us = batch.messages[-1][TS_US]
 
     def fail_in_flight(self, why: str) -> None:
-        """Record that the index did not apply a batch of this queue and never will."""
+        """Record that the index did not apply a batch from this queue and never will."""
         self.in_flight -= 1
         self.fail(why)

@@ -18,9 +18,9 @@ from kvatlas.bus.wire import MAX_MESSAGE_BYTES
 from kvatlas.errors import KvatlasError, Unreachable
 
 _TEMPORARILY_UNAVAILABLE = 10008
-"""JetStream's error code while its servers elect a leader."""
+"""JetStream's error code while its servers are electing a leader."""
 _NO_ROOM = {10023: "", 10028: "memory", 10047: "file"}
-"""JetStream's codes for a stream larger than the storage left, and the kind of storage."""
+"""JetStream's codes for a stream that is larger than the storage that is left, and the kind of storage."""
 
 
 FLEET_METADATA = "kvatlas_fleet"
@@ -30,7 +30,7 @@ _log = logging.getLogger("kvatlas.bus")
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How the event stream is stored. It is a change log: snapshots replace what it loses."""
+    """How the event stream is stored. It is a change log: snapshots make up for what it loses."""
 
     replicas: int = 1
     max_bytes: int = 1 << 30
@@ -40,7 +40,7 @@ class StreamSettings:
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """The position of the event stream. `creation_us` distinguishes it from a successor of the same name."""
+    """The position of the event stream. `creation_us` distinguishes the stream from a successor of the same name."""
 
     creation_us: int
     first_seq: int
@@ -52,10 +52,10 @@ class StreamTooLarge(Unreachable):
 
 
 async def ensure_stream(client: Client, settings: StreamSettings) -> None:
-    """Create the event stream unless it exists; an existing one keeps the configuration its operator gave it.
+    """Create the event stream unless it exists; an existing stream keeps the configuration that its operator gave it.
 
-    Raises Unreachable if the server does not answer now, KvatlasError if it refuses or the stream of that name holds other
-    subjects.
+    Raises Unreachable if the server does not answer now, and KvatlasError if it refuses or the stream of that name holds
+    different subjects.
     """
     jetstream = client.jetstream()
     config = StreamConfig(
@@ -86,8 +86,8 @@ async def ensure_stream(client: Client, settings: StreamSettings) -> None:
 
 
 async def stream_fleet(client: Client) -> str | None:
-    """The fleet in the stream's metadata. None if there is no stream or no metadata (NATS before 2.10, or a stream
-    created by an earlier version). Raises Unreachable."""
+    """The fleet that the stream's metadata names. None if there is no stream or no metadata (with NATS before 2.10, or for a
+    stream that an earlier version created). Raises Unreachable."""
     try:
         found = await client.jetstream().stream_info(STREAM)
     except NotFoundError:
@@ -98,7 +98,7 @@ async def stream_fleet(client: Client) -> str | None:
 
 
 async def mark_stream(client: Client, fleet_id: str) -> None:
-    """Write the fleet into the stream's metadata. Does nothing for a user who may not change the stream."""
+    """Write the fleet into the stream's metadata. Does nothing if the user is not allowed to change the stream."""
     jetstream = client.jetstream()
     try:
         found = await jetstream.stream_info(STREAM)
@@ -109,18 +109,19 @@ async def mark_stream(client: Client, fleet_id: str) -> None:
 
 
 async def stream_info(client: Client) -> StreamInfo:
-    """The stream's position. Raises NotFoundError if it does not exist, other nats errors if the server does not answer."""
-    # the raw reply: nats-py 2.16's StreamInfo drops the sub-second part of the creation time on some versions
+    """The stream's position. Raises NotFoundError if the stream does not exist, or another nats error if the server does not
+    answer."""
+    # read the raw reply: nats-py 2.16's StreamInfo drops the sub-second part of the creation time on some versions
     reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=5)
     answer = json.loads(reply.data)
     if "error" in answer:
-        APIError.from_error(answer["error"])  # raises the error that the code stands for
+        APIError.from_error(answer["error"])  # raises the error that matches the code
     state = answer["state"]
     return StreamInfo(microseconds_of(answer["created"]), int(state["first_seq"]), int(state["last_seq"]))
 
 
 def microseconds_of(rfc3339: str) -> int:
-    """Microseconds since 1970 of an RFC 3339 time with up to nine decimals."""
+    """An RFC 3339 time, with up to nine decimals, as microseconds since 1970."""
     whole, _, fraction = rfc3339.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp())
     return seconds * 1_000_000 + int((fraction + "000000")[:6])

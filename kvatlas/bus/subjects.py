@@ -1,4 +1,4 @@
-"""NATS subjects and streams: the only place that spells them."""
+"""NATS subjects and streams. They are spelled out here and nowhere else."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -30,7 +30,7 @@ def partition_of(worker_id: str, partitions: int) -> int:
 
 
 def events_subject(worker_id: str, partitions: int) -> str:
-    """Messages of one worker; its publisher may write to no other events subject."""
+    """The subject of one worker's messages; its publisher may not write to any other events subject."""
     return f"kvatlas.events.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
 
 
@@ -40,17 +40,17 @@ def events_of_worker(worker_id: str) -> str:
 
 
 def partition_events(partition: int, partitions: int = 0, others: Sequence[int] = ()) -> list[str]:
-    """The filters for all messages of one partition of `partitions`. `others`: other partition counts that publishers may
-    use; these filters also let messages of other partitions' workers through."""
+    """The filters for all messages of one partition out of `partitions`. `others`: other partition counts that publishers may
+    use; with any of these, the filters also let messages of other partitions' workers through."""
     numbers = {partition}
-    for count in others:  # a worker's hash is known modulo both counts, so also modulo their common divisor
+    for count in others:  # the worker's hash is known modulo both counts, and therefore modulo their common divisor too
         common = gcd(count, partitions)
         numbers.update(range(partition % common, count, common))
     return [f"kvatlas.events.{number}.*" for number in sorted(numbers)]
 
 
 def worker_of(subject: str) -> tuple[int, str]:
-    """(partition, worker id) of an events subject. Raises InvalidValue for any other subject."""
+    """(partition, worker id) from an events subject. Raises InvalidValue for any other subject."""
     parts = subject.split(".")
     if len(parts) != 4 or parts[:2] != ["kvatlas", "events"] or not parts[2].isdigit():
         raise InvalidValue(f"subject {subject!r}; expected kvatlas.events.<partition>.<worker>")
@@ -58,52 +58,52 @@ def worker_of(subject: str) -> tuple[int, str]:
 
 
 def alive_subject(worker_id: str) -> str:
-    """Heartbeats of one worker (core NATS)."""
+    """The subject of one worker's heartbeats (core NATS)."""
     return f"kvatlas.alive.{check_worker_id(worker_id)}"
 
 
 def control_subject(worker_id: str) -> str:
-    """Requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply)."""
+    """The subject of requests to a worker's publisher: snapshot, status, digest (core NATS, request and reply)."""
     return f"kvatlas.control.{check_worker_id(worker_id)}"
 
 
 def hashes_subject(worker_id: str) -> str:
-    """Requests of routers for a worker's own block hashes (core NATS, request and reply)."""
+    """The subject of routers' requests for a worker's own block hashes (core NATS, request and reply)."""
     return f"kvatlas.hashes.{check_worker_id(worker_id)}"
 
 
 def grant_subject(worker_id: str, partitions: int) -> str:
-    """Requests of one worker's publisher for a grant to send a large snapshot (core NATS, request and reply)."""
+    """The subject on which one worker's publisher requests a grant for a large snapshot (core NATS, request and reply)."""
     return f"kvatlas.grant.{partition_of(worker_id, partitions)}.{check_worker_id(worker_id)}"
 
 
 def grants_of_worker(worker_id: str) -> str:
-    """Grant requests of one worker in every partition, as a permission."""
+    """The pattern for one worker's grant requests in every partition, for use as a permission."""
     return f"kvatlas.grant.*.{check_worker_id(worker_id)}"
 
 
 def fleet_subject(fleet_id: str) -> str:
-    """Requests for the identities of a fleet's indexers (core NATS, request and reply)."""
+    """The subject of requests for the identities of a fleet's indexers (core NATS, request and reply)."""
     return f"kvatlas.fleet.{fleet_id}"
 
 
 def shared_store_subject(store_id: str, worker_id: str) -> str:
-    """Notices from a worker's publisher to the publisher of a shared store (core NATS)."""
+    """The subject of notices from a worker's publisher to the publisher of a shared store (core NATS)."""
     return f"kvatlas.store.{check_worker_id(store_id)}.{check_worker_id(worker_id)}"
 
 
 def notices_to_store(store_id: str) -> str:
-    """Notices of all writers about one store."""
+    """The pattern for the notices of all writers about one store."""
     return f"kvatlas.store.{check_worker_id(store_id)}.*"
 
 
 def notices_of_writer(worker_id: str) -> str:
-    """Notices of one writer about any store; a pattern for permissions."""
+    """The pattern for one writer's notices about any store, for use as a permission."""
     return f"kvatlas.store.*.{check_worker_id(worker_id)}"
 
 
 def dead_subject(partition: int, worker_token: str) -> str:
-    """Messages that an indexer must not apply; `worker_token` is the last token of the original subject."""
+    """The subject of messages that an indexer must not apply; `worker_token` is the last token of the original subject."""
     return f"kvatlas.dead.{partition}.{worker_token}"
 
 
@@ -116,6 +116,6 @@ def writer_of(subject: str) -> str:
 
 
 def is_inbox(reply: str) -> bool:
-    """True if replies to this subject are allowed. The responder may publish anywhere, so we check the subject that a request
-    names."""
+    """True if replies to this subject are allowed. The responder may publish anywhere, so the reply subject of a request has to
+    be checked."""
     return reply.startswith("_INBOX.")

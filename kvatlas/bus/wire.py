@@ -1,25 +1,25 @@
 """The bus message: msgpack `[version, worker_id, incarnation, seq, ts_us, scopes, events]`.
 
 `scopes` maps each scope id used to `[model_id, tokenizer_id, adapter_id, tenant_id, block_size, block_bytes]`. An event is
-an array with its code first; hashes are packed (8 little-endian bytes each), so no step downstream costs per block:
+an array with its code first; hashes are packed (8 little-endian bytes each), so no later step does any work per block:
 
     [1, scope id, tier, hashes, parent or nil, first index, 0]       stored          [4]                   snapshot begin
     [2, scope id, tier, hashes]                                     removed         [5, as stored]        snapshot chunk
     [3]                                                             cleared         [6, chunks, digest]   snapshot end
                                                                                     [7, digest]           checkpoint
 
-Version 2 adds these, for workers whose residency does not show where a prompt can resume (hybrid models):
+Version 2 adds the following, for workers whose residency does not show where a prompt can resume (hybrid models):
 
     [4, dropped]                    snapshot begin  [8, scope id, hashes]           marked
     [6 and 7, with a digest of 21 words]            [9, scope id, hashes]           unmarked
                                                     [10, scope id, hashes, bits]    heads (8 big-endian bytes of bits each)
 
-Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to another chain
-(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth, for workers whose blocks differ in size in some tiers:
-`{tier: bytes per block}`. `block_bytes` applies to all others (`kvatlas.blocks.block_sizes`).
+Version 3 adds the chain as a seventh scope field, for scopes whose keys belong to a different chain
+(`kvatlas.identity.Scope.chain`). Version 4 adds an eighth field, for workers whose blocks have a different size in some tiers:
+`{tier: bytes per block}`. `block_bytes` applies to all tiers that are not listed there (`kvatlas.blocks.block_sizes`).
 
-Messages that need none of these stay at version 1, so an indexer that knows only version 1 keeps serving all other workers.
-A message causes bounded work: besides its hashes it has at most one begin, one end and one cleared.
+Messages that need none of these stay at version 1, so an indexer that only knows version 1 can keep serving all other workers.
+The work that a message causes is bounded: apart from its hashes, it has at most one begin, one end and one cleared event.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ from kvatlas.validation import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS
 MESSAGE_VERSION, WORKER_ID, INCARNATION, SEQ, TS_US, SCOPES, EVENTS = range(7)
 """Indexes of a message's fields."""
 BLOCK_SIZE, BLOCK_BYTES, CHAIN, TIER_BYTES = 4, 5, 6, 7
-"""Indexes of a scope entry's fields after the four names. The last two are present only if they are needed."""
+"""Indexes of a scope entry's fields after the four names. The last two are present only if needed."""
 CODE, SCOPE_ID, TIER, HASHES, PARENT, FIRST_INDEX, RESERVED = range(7)
 """Indexes of an event's fields; a removed event ends with its hashes."""
 CHUNKS, END_DIGEST = 1, 2
@@ -86,12 +86,12 @@ _OF_MARKS = frozenset((MARKED, UNMARKED, HEADS))
 _TIERS = len(Tier)
 
 RawMessage = list[Any]
-"""A decoded and checked message as the wire's own arrays (the indexer builds no objects). Read it with the indexes
-above."""
+"""A decoded and checked message, as the arrays that came over the wire (the indexer builds no objects). Read it with the
+indexes above."""
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message. The sender observes MAX_MESSAGE_BYTES (see `kvatlas_publishers.stream.outbox`)."""
+    """The message, encoded as bytes. The sender must observe MAX_MESSAGE_BYTES (see `kvatlas_publishers.stream.outbox`)."""
     scopes = {
         scope_id: [
             use.scope.model_id,
@@ -115,9 +115,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode_raw(payload: bytes) -> RawMessage:
-    """The checked arrays of a message. Raises WireError, naming the fault, for bytes that are not a message.
+    """The checked arrays of a message. Raises WireError, stating what is wrong, for bytes that are not a message.
 
-    Work is per event, never per block.
+    The work is per event, never per block.
     """
     try:
         raw = unpack(payload, max_bytes=MAX_MESSAGE_BYTES, strict_map_key=False)
@@ -157,24 +157,24 @@ def decode_raw(payload: bytes) -> RawMessage:
 
 
 def decode(payload: bytes) -> Message:
-    """A message as values. Raises WireError."""
+    """A message, decoded into values. Raises WireError."""
     return from_raw(decode_raw(payload))
 
 
 def from_raw(raw: RawMessage) -> Message:
-    """A checked raw message as values. Raises WireError for a malformed scope entry."""
+    """A checked raw message, as values. Raises WireError for a malformed scope entry."""
     _, worker_id, incarnation, seq, ts_us, scopes, events = raw
     uses = {scope_id: scope_use(scope_id, entry) for scope_id, entry in scopes.items()}
     return Message(worker_id, incarnation, seq, [_decode_event(event) for event in events], uses, ts_us)
 
 
 def to_raw(message: Message) -> RawMessage:
-    """The wire's arrays of a message, checked. Raises WireError."""
+    """The arrays of a message as they go over the wire, checked. Raises WireError."""
     return decode_raw(encode(message))
 
 
 def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
-    """One entry of the scopes map. Raises WireError unless it is well formed and its fields hash to the id."""
+    """One entry of the map of scopes. Raises WireError unless it is well formed and its fields hash to the id."""
     _check_entry(entry, VERSION_WITH_TIER_BYTES)
     try:
         scope = Scope(*entry[:BLOCK_SIZE], *entry[CHAIN:TIER_BYTES])
@@ -186,13 +186,13 @@ def scope_use(scope_id: Any, entry: Any) -> ScopeUse:
 
 
 def sizes_of(entry: list[Any]) -> BlockSizes:
-    """The block sizes in a checked scope entry."""
+    """The block sizes in a scope entry that has been checked."""
     tier_bytes = in_order(entry[TIER_BYTES].items()) if len(entry) > TIER_BYTES else ()
     return BlockSizes(entry[BLOCK_SIZE], entry[BLOCK_BYTES], tier_bytes)
 
 
 def _check_entry(entry: Any, version: int) -> None:
-    """Check an entry's form and its numbers, types included: 16.0 equals 16 but packs differently."""
+    """Check the form of an entry, and its numbers including their types: 16.0 equals 16 but is packed differently."""
     most = CHAIN + max(0, version - VERSION_WITH_MARKS)
     if type(entry) is not list or not CHAIN <= len(entry) <= most:
         raise WireError(f"scope entry is {entry!r:.80}; expected four names, block size, block bytes")
@@ -267,7 +267,7 @@ def _check_marks(event: list[Any], scopes: dict[Any, Any]) -> None:
 
 
 def _needs_marks(event: IndexEvent) -> bool:
-    """True if version 1 can't express this event."""
+    """True if this event can't be expressed in version 1."""
     match event:
         case Marked() | Unmarked() | Heads():
             return True

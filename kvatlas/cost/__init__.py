@@ -1,4 +1,4 @@
-"""The cost of a request on a worker, in microseconds, term by term: one protocol, two profiles."""
+"""The cost of a request on a worker, in microseconds, term by term: one protocol and two profiles."""
 
 from kvatlas.cost.engine import EngineProfile, EngineRates
 from kvatlas.cost.protocol import Cost, CostProfile, CostTerm, Load, Piece, Plan, Prices, ReadRate, TermKind, mean_load

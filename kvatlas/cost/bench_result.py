@@ -1,8 +1,8 @@
-"""Results of `vllm bench serve --save-result --save-detailed`, as observed requests.
+"""Results of `vllm bench serve --save-result --save-detailed`, read as observed requests.
 
-The file has each request's start, times and lengths (vLLM 0.33, `vllm/benchmarks/serve.py`), so the engine's load when a
-request began can be computed from the others. It does not have cached tokens: the prompts must share nothing, or the engine
-must run without prefix caching.
+The file lists each request's start, times and lengths (vLLM 0.33, `vllm/benchmarks/serve.py`), so the engine's load at the
+start of a request can be computed from the other requests. It does not list cached tokens, so either the prompts must share
+nothing, or the engine must run without prefix caching.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _Tokens = Annotated[int, Field(ge=0, le=1 << 24)]
 
 
 class BenchResult(BaseModel):
-    """Lists with an entry for each request, in seconds and tokens. `start_times`: on one clock; `itls`: the times between the
+    """Lists with one entry per request, in seconds and tokens. `start_times`: all on one clock; `itls`: the times between the
     parts of an answer; `errors`: empty for requests that were answered."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -43,15 +43,15 @@ class BenchResult(BaseModel):
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Parse a file. Raises InvalidValue, naming the field; SGLang's results have no `start_times`."""
+        """Parse a file. Raises InvalidValue, stating the field; SGLang's results have no `start_times`."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise InvalidValue(describe_invalid(error, "the benchmark's result")) from error
 
     def requests(self) -> Iterator[ObservedRequest]:
-        """The answered requests in the order of their starts, each with the load that the others caused. Raises InvalidValue
-        for figures that no engine has, such as an answer of many hours."""
+        """The answered requests in the order in which they started, each with the load that the others caused. Raises
+        InvalidValue for figures that no engine can have, such as an answer that takes many hours."""
         running: list[_Request] = []
         for one in sorted(self._answered()):
             running = [other for other in running if other.end > one.start]
@@ -86,5 +86,5 @@ class _Request(NamedTuple):
     output_tokens: int
 
     def kv_tokens(self, now: float) -> int:
-        """Tokens that the request has computed by `now`, a time between its first token and its end."""
+        """The number of tokens that the request has computed by `now`, a time between its first token and its end."""
         return self.prompt_tokens + round(self.output_tokens * (now - self.first) / (self.end - self.first))

@@ -1,5 +1,5 @@
-"""Rates of the cost profile `engine`, fitted to observed requests. Uses the regression that routers learn by, over all rows at
-once and without fading.
+"""Rates of the cost profile `engine`, fitted to observed requests. Uses the same regression by which routers learn, but over
+all rows in one go and without fading.
 
 A row is one JSON object: `prompt_tokens`, `cached_tokens`, `output_tokens`, `ttft_ms` and `tpot_ms` (either may be
 missing), and the engine's load when the request began: `queued_tokens`, `running_requests`, `kv_tokens`.
@@ -21,9 +21,9 @@ from kvatlas.errors import InvalidValue
 from kvatlas.validation import describe_invalid
 
 LEAST_ROWS = 8
-"""Minimum number of rows for a latency: fewer can't separate its coefficients."""
+"""Minimum number of rows for a latency; fewer can't separate its coefficients."""
 PASSES = 8
-"""Several passes, because a row's weight depends on its error, and the error on the estimate."""
+"""Several passes are needed, because a row's weight depends on its error, and the error depends on the estimate."""
 MAX_TOKENS = 1 << 30
 
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -50,14 +50,14 @@ class ObservedRequest(BaseModel):
 
     @classmethod
     def parse(cls, line: bytes) -> Self:
-        """Parse one row. Raises InvalidValue, naming the field."""
+        """Parse one row. Raises InvalidValue, stating the field."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
             raise InvalidValue(describe_invalid(error, "the line")) from error
 
     def rows(self) -> tuple[Row, ...]:
-        """The row's measurements; empty if the engine's queue was too long when the row started."""
+        """The row's measurements; empty if the engine's queue was too long when the request started."""
         load = Load(self.running_requests, self.queued_tokens, 0, self.kv_tokens)
         plan = Plan("", self.prompt_tokens, self.output_tokens, (), load)
         return rows_of(
@@ -74,8 +74,8 @@ class ObservedRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well the fit explains the rows of one latency: their number, the median relative error, and the share of their
-    variance that it explains."""
+    """How well the fit explains the rows of one latency: their number, the median relative error, and how much of their
+    variance it explains (a share)."""
 
     rows: int
     median_error: float
@@ -83,7 +83,7 @@ class Fit:
 
     @classmethod
     def of(cls, rows: Sequence[Row], estimate: Estimate) -> Self | None:
-        """The fit over these rows; None if there are no rows."""
+        """The fit for these rows; None if there are none."""
         if not rows:
             return None
         told = [sum(map(mul, estimate.factors, row.terms)) for row in rows]
@@ -96,8 +96,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`rates`: fitted; a rate without evidence keeps its default, or follows another (`kvatlas.cost.regression.FOLLOWS`).
-    `overhead_us`: part of every time to the first token, whatever is computed. A fit is None if its latency had no rows."""
+    """`rates`: the fitted rates; a rate without evidence keeps its default, or follows another rate
+    (`kvatlas.cost.regression.FOLLOWS`). `overhead_us`: a part of every time to the first token, whatever is computed. A fit is
+    None if there were no rows for its latency."""
 
     rates: EngineRates
     overhead_us: float
@@ -106,7 +107,7 @@ class Calibration:
 
 
 def calibrate(observed: Iterable[ObservedRequest]) -> Calibration:
-    """Fit the rates. Raises InvalidValue for too few rows."""
+    """Fit the rates. Raises InvalidValue if there are too few rows."""
     measured = [rows for one in observed if (rows := one.rows())]
     by_latency = {latency: [row for rows in measured for row in rows if row.latency is latency] for latency in Latency}
     if max(map(len, by_latency.values())) < LEAST_ROWS:

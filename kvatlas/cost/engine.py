@@ -1,20 +1,20 @@
-"""Cost profile `engine`, the default: the time that the engine will really spend, from the worker's rates.
+"""Cost profile `engine`, the default: the time that the engine will actually spend, according to the worker's rates.
 
     TTFT  = backlog / prefill rate + transfer + prefill(new tokens, cached tokens)
-    TPOT  = t0 + t1 x running requests + t2 x KV tokens
-    score = TTFT + expected output tokens x TPOT
+    TPOT  = t0 + t1 × running requests + t2 × KV tokens
+    score = TTFT + expected output tokens × TPOT
 
-The default rates are those of an 8-billion-parameter model with grouped-query attention (32 layers, hidden size 4,096,
-8 KV heads of 128, 16-bit) on one accelerator of about 400 TFLOP/s and 3 TB/s in practice:
+The default rates are those of a model with 8 billion parameters and grouped-query attention (32 layers, hidden size 4,096, 8 KV
+heads of 128, 16-bit) on one accelerator that achieves about 400 TFLOP/s and 3 TB/s in practice:
 
-- a prompt token is 16 GFLOP: 40 us; attention adds 4 x 4,096 x 32 FLOP for each token it attends to: 0.0013 us.
-- a decode step reads 16 GB of weights: 5,300 us, with launch overhead 7,000 us (t0); each running request adds its own
-  compute and sampling: 40 us (t1); each KV token is 128 KiB to read: 0.045 us (t2).
-- a transfer is a set-up and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us and
-  5 GiB/s; object store 20,000 us and 0.8 GiB/s. Reading another worker's lower tier also crosses the network. A shared
+- a prompt token takes 16 GFLOP: 40 us; attention adds 4 × 4,096 × 32 FLOP for each token that it attends to: 0.0013 us.
+- a decode step reads 16 GB of weights: 5,300 us, or 7,000 us with the launch overhead (t0); each running request adds its own
+  compute and sampling: 40 us (t1); for each KV token, 128 KiB have to be read: 0.045 us (t2).
+- a transfer has a set-up time and a bandwidth: remote HBM 100 us and 40 GiB/s; CPU DRAM 50 us and 20 GiB/s; local SSD 200 us
+  and 5 GiB/s; object store 20,000 us and 0.8 GiB/s. Data from another worker's lower tier also crosses the network. A shared
   store may state its own read rate.
 
-Only differences between candidates matter for a choice. Rates may be set for the pool and for each worker.
+Only the differences between candidates matter for a choice. Rates can be set for the pool and for each worker.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ _OBJECT_STORE = ReadRate(20_000.0, 1_250.0)
 class EngineRates:
     """One worker's rates; the module docstring explains the defaults. Raises InvalidValue for a negative rate.
 
-    `tokens_per_waiting_request` stands in for queued tokens if an engine reports only the number of waiting requests.
-    `kv_bytes_per_token` sizes a transfer if the fleet record has no block bytes.
+    `tokens_per_waiting_request` stands in for queued tokens if an engine reports only how many requests are waiting.
+    `kv_bytes_per_token` gives the size of a transfer if the fleet record has no block bytes.
     """
 
     prefill_us_per_token: float = 40.0
@@ -68,7 +68,7 @@ class EngineRates:
                 raise InvalidValue(f"engine rate {name} is {value}; expected 0 or more")
 
     def read_rate(self, tier: Tier) -> ReadRate:
-        """The rate of a tier other than the worker's own HBM."""
+        """The read rate for a tier other than the worker's own HBM."""
         match tier:
             case Tier.HBM | Tier.REMOTE_HBM:
                 return self.remote_hbm
@@ -80,16 +80,16 @@ class EngineRates:
                 return self.object_store
 
     def prefill_us(self, new_tokens: int, cached_tokens: int) -> float:
-        """Time to compute `new_tokens` after `cached_tokens`: each attends to all tokens before it."""
+        """The time that it takes to compute `new_tokens` after `cached_tokens`: each attends to all tokens before it."""
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.prefill_us_per_token * new_tokens + self.attention_us_per_token_pair * pairs
 
     def tpot_us(self, running: int, kv_tokens: int) -> float:
-        """Time from one token to the next, with `running` requests that hold `kv_tokens` of KV."""
+        """The time from one token to the next while `running` requests hold `kv_tokens` tokens of KV."""
         return self.tpot_base_us + self.tpot_us_per_running * running + self.tpot_us_per_kv_token * kv_tokens
 
     def read_us(self, piece: Piece) -> float:
-        """Time to read one piece; 0 for a piece at hand."""
+        """The time that it takes to read one piece; 0 for a piece that is at hand."""
         if piece.at_hand:
             return 0.0
         mib = (piece.bytes or piece.tokens * self.kv_bytes_per_token) / MIB_BYTES
@@ -102,7 +102,7 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """The profile of this module. `by_worker`: rates of single workers; `rates`: those of all others."""
+    """The profile that this module describes. `by_worker`: the rates of individual workers; `rates`: those of all others."""
 
     rates: EngineRates = EngineRates()
     by_worker: Mapping[str, EngineRates] = field(default_factory=dict)
@@ -149,5 +149,5 @@ class EngineProfile:
         )
 
     def alike(self, worker_id: str) -> int:
-        """Workers with the same rates object are alike. Comparing rates would take longer than one more quote."""
+        """Workers that share a rates object are alike. Comparing rates would take longer than one more quote does."""
         return id(self.by_worker.get(worker_id, self.rates))

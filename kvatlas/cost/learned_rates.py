@@ -1,10 +1,10 @@
-"""Learns the rates of the profile `engine` from finished requests: the rows of a request, and rates from an estimate.
+"""Learns the rates of the profile `engine` from finished requests: turns a request into rows, and an estimate into rates.
 
-An answer in one piece gives no rows unless it is one token long: its decoding time can't be separated from interleaved
+An answer in one piece gives no rows unless it is a single token, because its decoding time can't be separated from interleaved
 prefills of other requests.
 
-The units are the documented defaults of `EngineRates` (`kvatlas/cost/engine.py`); for transfers, the time that the default
-rates would take for the pieces read. So evidence means the same to routers with different configurations.
+The units are the documented defaults of `EngineRates` (`kvatlas/cost/engine.py`); for transfers, they are the time that the
+pieces would take to read at the default rates. Evidence therefore means the same to routers with different configurations.
 """
 
 from collections.abc import Mapping
@@ -19,23 +19,23 @@ from kvatlas.dataclass import dataclass
 
 UNITS: Final = EngineRates()
 OVERHEAD_US: Final = 5_000.0
-"""Unit of the overhead before any first token: the network, scheduling, the step in progress. The overhead is learned so
-that it does not count as prefill; no price uses it."""
+"""Unit of the overhead before any first token: the network, scheduling, and the step in progress. The overhead is learned so
+that it does not count as prefill; no price includes it."""
 
 MAX_QUEUED_SHARE: Final = 0.5
-"""A request that found more queued tokens than this share of its own gives no prefill row: it is unknown how much of the
-queue's first request was already computed."""
+"""A request that found more queued tokens than this share of its own gives no prefill row, because it is unknown how much of
+the first request in the queue had already been computed."""
 LONGEST_US: Final = 3.6e9
 
 SAME_SPEED: Final = 0.1
-"""Workers whose times are within this of their median count as equally fast. Rates are not known more precisely, and the
-worker that seemed a little faster would get most of the requests."""
+"""Workers whose times are within this share of their median count as equally fast. Rates are not known more precisely than
+that, and the worker that seemed a little faster would get most of the requests."""
 TYPICAL_PREFILL: Final = (1_024, 1_024)
 TYPICAL_DECODE: Final = (8, 16_384)
-"""New and cached tokens, and running requests and KV tokens, for which workers are compared."""
+"""The new and cached tokens, and the running requests and KV tokens, for which workers are compared."""
 _TYPICAL_PIECE_BYTES: Final = 16 * MIB_BYTES
 _RATE_OF: Final = {
-    Tier.HBM: Rate.REMOTE_HBM,  # read from another worker's
+    Tier.HBM: Rate.REMOTE_HBM,  # the HBM of another worker
     Tier.REMOTE_HBM: Rate.REMOTE_HBM,
     Tier.CPU_DRAM: Rate.CPU_DRAM,
     Tier.LOCAL_SSD: Rate.LOCAL_SSD,
@@ -45,13 +45,13 @@ _RATE_OF: Final = {
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that ended well. A field is None if it was not measured or is unknown.
+    """A request that ended well. A field is None if it is unknown or was not measured.
 
-    `plan`: as priced when the worker was chosen. `load_known`: its load is what the worker reports. `waited`: it also had
-    to wait for a prefix that was being computed. `load_after`: the worker's load at the end, including this request.
-    `prompt_tokens`, `cached_tokens` (not computed) and `output_tokens`: as the engine reported. `ttft_us`: from sending it
-    to its first token. `tpot_us`: the median time from one token to the next; the mean would include interleaved prefills
-    of other requests.
+    `plan`: as priced when the worker was chosen. `load_known`: the plan's load is what the worker reports. `waited`: the
+    request also had to wait for a prefix that was being computed. `load_after`: the worker's load at the end, including this
+    request. `prompt_tokens`, `cached_tokens` (those not computed) and `output_tokens`: as the engine reported them. `ttft_us`:
+    the time from sending the request to its first token. `tpot_us`: the median time from one token to the next; the mean would
+    include interleaved prefills of other requests.
     """
 
     plan: Plan
@@ -66,8 +66,8 @@ class FinishedRequest:
 
 
 def rows_of(request: FinishedRequest) -> tuple[Row, ...]:
-    """The rows that a request provides. Empty if they would be unreliable: unknown load, too much queued before it, no tokens,
-    impossible times."""
+    """The rows that a request provides. Empty if they would be unreliable: the load is unknown, too much was queued before the
+    request, there are no tokens, or the times are impossible."""
     if not request.load_known or request.prompt_tokens <= 0 or request.output_tokens <= 0:
         return ()
     rows = []
@@ -81,7 +81,8 @@ def rows_of(request: FinishedRequest) -> tuple[Row, ...]:
 
 
 def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
-    """The terms of the time to the first token, and the part of it (us) that is not learned; None if they are unknown."""
+    """The terms of the time to the first token, and the part of that time (in us) that is not learned; None if they are
+    unknown."""
     plan, load = request.plan, request.plan.load
     moved = [piece for piece in plan.pieces if not piece.at_hand]
     cached = request.cached_tokens
@@ -108,8 +109,8 @@ def _ttft_terms(request: FinishedRequest) -> tuple[Vector, float] | None:
 
 
 def _read_us(piece: Piece) -> tuple[float, float, float]:
-    """Time to read a piece at unit rates: in its tier, in the network, and the part that is not learned (crossing to
-    another domain, or the whole piece if its holder states its own rate)."""
+    """The time that it takes to read a piece at unit rates: in its tier, in the network, and the part that is not learned
+    (crossing to another domain, or the whole piece if its holder states its own rate)."""
     if piece.rate is not None:
         return 0.0, 0.0, UNITS.read_us(piece)
     mib = (piece.bytes or piece.tokens * UNITS.kv_bytes_per_token) / MIB_BYTES
@@ -121,7 +122,7 @@ def _read_us(piece: Piece) -> tuple[float, float, float]:
 
 
 def _tpot_terms(request: FinishedRequest) -> Vector:
-    """The terms of the time from one token to the next, at the mean of the load at the request's start and end."""
+    """The terms of the time from one token to the next, for the mean of the load at the request's start and end."""
     load, after, output = request.plan.load, request.load_after, request.output_tokens
     running, kv_tokens = float(load.running_decodes + 1), float(load.kv_tokens + request.prompt_tokens)
     if after is not None:
@@ -140,8 +141,8 @@ def _is_possible(us: float | None) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True)
 class LearnedRates:
-    """A worker's rates, learned from a number of requests. `overhead_us`: see OVERHEAD_US. `first_error` and `next_error`:
-    typical relative error of recent times to the first token, and from token to token."""
+    """A worker's rates, learned from a number of requests. `overhead_us`: see OVERHEAD_US. `first_error` and `next_error`: the
+    typical relative error of recent times to the first token, and of recent times from token to token."""
 
     requests: int
     rates: EngineRates
@@ -151,7 +152,7 @@ class LearnedRates:
 
 
 def prior_of(configured: EngineRates) -> Vector:
-    """The configured rates as multiples of the units."""
+    """The configured rates, as multiples of the units."""
     prior = [1.0] * RATES
     prior[Rate.PREFILL] = configured.prefill_us_per_token / UNITS.prefill_us_per_token
     prior[Rate.ATTENTION] = configured.attention_us_per_token_pair / UNITS.attention_us_per_token_pair
@@ -164,12 +165,12 @@ def prior_of(configured: EngineRates) -> Vector:
 
 
 def estimate_of(evidence: Evidence, configured: EngineRates) -> Estimate:
-    """The estimate from this evidence, with the configured rates as prior."""
+    """The estimate from this evidence, with the configured rates as the prior."""
     return Estimate.of(evidence, prior_of(configured))
 
 
 def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRates:
-    """Turn an estimate into rates. A transfer keeps its configured ratio of set-up to bandwidth."""
+    """Turn an estimate into rates. The ratio of set-up time to bandwidth of a transfer stays as configured."""
     factors, prior = estimate.factors, prior_of(configured)
 
     def scaled(tier: Tier) -> ReadRate:
@@ -196,8 +197,8 @@ def learned_rates_of(estimate: Estimate, configured: EngineRates) -> LearnedRate
 
 
 def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
-    """Rates of a pool's workers while none of them is known: the rates learned for the pool, or the configured ones if these
-    are faster."""
+    """Rates for a pool's workers as long as none of their rates is known: those learned for the pool, or the configured ones if
+    these are faster."""
     learned = learned_rates_of(estimate_of(pool, configured), configured).rates
     return replace(
         configured,
@@ -210,19 +211,19 @@ def rates_of_unknown(pool: Evidence, configured: EngineRates) -> EngineRates:
 
 
 def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRates], pool: Evidence) -> EngineProfile:
-    """The profile with these workers' learned rates, which come from the evidence of `pool`. Workers that are equally fast
-    (see SAME_SPEED) at prefill, or at decoding, get the same rates for it.
+    """The profile with the learned rates of these workers, which come from the evidence of `pool`. Workers that are equally
+    fast (see SAME_SPEED) at prefill or at decoding get the same rates for it.
 
-    A worker without evidence is taken to be as fast as the fastest known one. If it looked slower, it might never get a
-    request, and never become known; if it looked faster, it would get all requests until the first of them has ended.
+    A worker without evidence is assumed to be as fast as the fastest known one. If it looked slower, it might never get a
+    request, and never become known; if it looked faster, it would get all requests until the first of them ended.
     """
     prefill_us = {id: one.rates.prefill_us(*TYPICAL_PREFILL) for id, one in learned.items()}
     decode_us = {id: one.rates.tpot_us(*TYPICAL_DECODE) for id, one in learned.items()}
     prefill, decode = _representatives(prefill_us), _representatives(decode_us)
-    shared: dict[EngineRates, EngineRates] = {}  # equal rates are one object: workers are alike if they share it
+    shared: dict[EngineRates, EngineRates] = {}  # equal rates are the same object: workers that share it are alike
 
     def combined(rates: EngineRates, computing: str, decoding: str) -> EngineRates:
-        """The rates, with those of the two workers' representatives for prefill and for decoding."""
+        """The rates, with those of two workers' representatives: one for prefill and one for decoding."""
         computed, decoded = learned[prefill[computing]].rates, learned[decode[decoding]].rates
         found = replace(
             rates,
@@ -246,7 +247,7 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
 
 
 def _representatives(times_us: Mapping[str, float]) -> Mapping[str, str]:
-    """Map each worker to the one whose rates it gets: the middle one of those that are equally fast."""
+    """Map each worker to the one whose rates it gets: the middle one of the workers that are equally fast."""
     groups: list[list[str]] = []
     for id in sorted(times_us, key=lambda id: (times_us[id], id)):
         if not groups or times_us[id] > times_us[groups[-1][0]] * (1 + SAME_SPEED) / (1 - SAME_SPEED):

@@ -1,6 +1,7 @@
-"""Costs: the plan of a worker's work for a request, and the profile that prices it in terms.
+"""Costs: the plan of a worker's work for a request, and the profile that prices this plan term by term.
 
-Objects created for each worker of each choice are named tuples: they take a third of a frozen dataclass's time.
+Objects that are created for each worker in each choice are named tuples, because these take a third of the time of frozen
+dataclasses.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +17,7 @@ MIB_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """Time to read one contiguous piece from a tier: `setup_us` once, `us_per_mib` for its size."""
+    """The time that it takes to read one contiguous piece from a tier: `setup_us` once, and `us_per_mib` for its size."""
 
     setup_us: float
     us_per_mib: float
@@ -29,9 +30,9 @@ class ReadRate:
 class Piece(NamedTuple):
     """A contiguous run of cached tokens that is read in one go, from one tier of one worker.
 
-    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or in the candidate's locality domain.
-    `bytes` 0: the block size is unknown. `rate`: the read rate that its holder states; None: use the reader's rate for the
-    tier.
+    `own`: the candidate itself holds it. `same_domain`: its holder is the candidate or is in the candidate's locality domain.
+    `bytes` 0: the block size is unknown. `rate`: the read rate that its holder states; None: the reader's rate for the tier
+    applies.
     """
 
     tokens: int
@@ -43,25 +44,25 @@ class Piece(NamedTuple):
 
     @property
     def price_tier(self) -> Tier:
-        """The tier that determines its price: another worker's HBM counts as remote HBM."""
+        """The tier that determines the price: another worker's HBM counts as remote HBM."""
         return Tier.REMOTE_HBM if self.tier is Tier.HBM and not self.own else self.tier
 
     @property
     def at_hand(self) -> bool:
-        """True if it is in the candidate's own HBM, so nothing is transferred."""
+        """True if the piece is in the candidate's own HBM, so that nothing is transferred."""
         return self.own and self.tier is Tier.HBM
 
     @property
     def mib(self) -> int:
-        """Its size in MiB, rounded up, at least 1."""
+        """The size in MiB, rounded up, and at least 1."""
         return max(1, -(-self.bytes // MIB_BYTES))
 
 
 class Load(NamedTuple):
-    """How busy a worker is, as far as costs depend on it.
+    """How busy a worker is, as far as costs depend on that.
 
-    `waiting_requests`: those whose tokens are not in `queued_prefill_tokens`, because the engine does not report them.
-    `kv_tokens`: tokens whose KV its running requests hold.
+    `waiting_requests`: requests whose tokens are not in `queued_prefill_tokens` because the engine does not report them.
+    `kv_tokens`: the number of tokens whose KV the worker's running requests hold.
     """
 
     running_decodes: int = 0
@@ -71,7 +72,8 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, state: WorkerState, block_size: int) -> "Load":
-        """Load from a worker's reported state; if that has no running decodes, its occupied request slots count."""
+        """The load according to a worker's reported state; if that lists no running decodes, the occupied request slots
+        count."""
         forward = state.forward_pass
         return cls(
             running_decodes=state.running_decodes or forward.active_request_slots,
@@ -90,7 +92,7 @@ class Load(NamedTuple):
 
 
 def mean_load(loads: Sequence[Load]) -> Load:
-    """The mean of known loads, rounded up, to stand in for an unknown load. Idle if none is known."""
+    """The mean of the known loads, rounded up, to stand in for an unknown load. Idle if no load is known."""
     if not loads:
         return Load()
     count = len(loads)
@@ -103,7 +105,7 @@ def mean_load(loads: Sequence[Load]) -> Load:
 
 
 class Plan(NamedTuple):
-    """One worker's work for one request: read `pieces`, compute the rest of the prompt, then decode."""
+    """One worker's work for one request: read the `pieces`, compute the rest of the prompt, then decode."""
 
     worker_id: str
     input_tokens: int
@@ -117,15 +119,16 @@ class Plan(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens to compute."""
+        """The number of prompt tokens to compute."""
         return self.input_tokens - self.cached_tokens
 
 
 class Prices(NamedTuple):
-    """Microseconds that load and cached tokens add to a plan's cost or save, computed without pricing the plan again.
+    """How many microseconds load and cached tokens add to a plan's cost or take off it, computed without pricing the plan
+    again.
 
-    Load: a queued token (a waiting request counts as `waiting_tokens` of them), a running request, a token of its KV. n
-    cached tokens in the worker's own HBM save `token_us` x n + `token_squared_us` x n^2 - `hit_us`.
+    Load is counted in queued tokens (a waiting request counts as `waiting_tokens` of them), running requests, and tokens of
+    their KV. n cached tokens in the worker's own HBM save `token_us` × n + `token_squared_us` × n^2 - `hit_us`.
     """
 
     queued_us: float
@@ -159,9 +162,10 @@ class TermKind:
 
 
 class Cost(NamedTuple):
-    """A price: its terms and their sum, and, if the profile predicts them, the times to the first and each next token.
+    """A price: its terms and their sum and, if the profile predicts them, the times to the first token and to each next one.
 
-    Terms are stored as columns and built on demand, because a router prices every worker and reads the terms of few.
+    Terms are stored as columns and only built when needed, because a router prices every worker but reads the terms of just a
+    few.
     """
 
     profile: str
@@ -179,7 +183,7 @@ class Cost(NamedTuple):
         return tuple(CostTerm(kind.name, us, amount, kind.unit) for kind, us, amount in columns)
 
     def plus(self, kind: TermKind, us: float, amount: int, *, delays: bool = False) -> "Cost":
-        """The cost with one more term. `delays`: its time passes before the first token."""
+        """The cost with one more term. `delays`: this term's time passes before the first token."""
         more = round(us)
         ttft_us = self.ttft_us + more if delays and self.ttft_us is not None else self.ttft_us
         return Cost(
@@ -201,9 +205,9 @@ class Cost(NamedTuple):
 class CostProfile(Protocol):
     """A way to price a plan.
 
-    Promises: pure (the same plan always costs the same); the terms are not negative and sum to the score; the same terms in
-    the same order for every plan, so that costs can be compared term by term; fewer new tokens with all else equal never cost
-    more.
+    Promises: it is pure (the same plan always costs the same); the terms are not negative and sum to the score; every plan has
+    the same terms in the same order, so that costs can be compared term by term; with all else equal, fewer new tokens never
+    cost more.
     """
 
     @property
@@ -214,7 +218,7 @@ class CostProfile(Protocol):
         """The cost of a plan, in whole microseconds."""
 
     def prices(self, plan: Plan) -> Prices:
-        """How load and cached tokens change the plan's cost, whatever its pieces; `price` agrees up to rounding."""
+        """How load and cached tokens change the plan's cost, whatever its pieces are; `price` agrees except for rounding."""
 
     def alike(self, worker_id: str) -> Hashable:
         """A key that is equal for workers with equal prices."""

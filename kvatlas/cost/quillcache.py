@@ -1,9 +1,9 @@
-"""Cost profile `quillcache`: fixed coefficients, whole microseconds.
+"""Cost profile `quillcache`: fixed coefficients, in whole microseconds.
 
 prefill   45 per new token                   queue    4 per queued prefill token
 decode    80 per token + 1,500 per running decode
 hit       a piece in the worker's own HBM: flat 5
-          any other piece: tier price x MiB (rounded up, at least 1)
+          any other piece: tier price × MiB (rounded up, at least 1)
               remote HBM 20, CPU DRAM 55, local SSD 280, object store 1,800; HBM of another worker is remote HBM
 domain    350 per piece from another locality domain
 """
@@ -27,7 +27,7 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class QuillcacheProfile:
-    """The profile of this module. All coefficients can be set; raises InvalidValue for a negative one."""
+    """The profile that this module describes. Every coefficient can be set; a negative one raises InvalidValue."""
 
     prefill_us_per_token: int = 45
     decode_us_per_token: int = 80
@@ -50,23 +50,23 @@ class QuillcacheProfile:
         return "quillcache"
 
     def prefill_us(self, new_tokens: int) -> int:
-        """Cost of computing prompt tokens."""
+        """The cost of computing prompt tokens."""
         return self.prefill_us_per_token * new_tokens
 
     def decode_us(self, output_tokens: int, running_decodes: int = 0) -> int:
-        """Cost of decoding an answer alongside the requests that the worker already decodes."""
+        """The cost of decoding an answer alongside the requests that the worker is already decoding."""
         return self.decode_us_per_token * output_tokens + self.running_decode_us * running_decodes
 
     def queue_us(self, queued_prefill_tokens: int) -> int:
-        """Cost of waiting behind prompt tokens that are still to be computed."""
+        """The cost of waiting behind prompt tokens that have yet to be computed."""
         return self.queue_us_per_token * queued_prefill_tokens
 
     def transfer_us(self, size_bytes: int, tier: Tier, *, own: bool = True, same_domain: bool = True) -> int:
-        """Cost of reading cached KV of this size in one piece; the worker's own HBM is a hit."""
+        """The cost of reading cached KV of this size in one piece; reading from the worker's own HBM is a hit."""
         return self.read_us(Piece(0, size_bytes, tier, own, same_domain))
 
     def tier_us_per_mib(self, tier: Tier) -> int:
-        """The price of a MiB read from a tier other than the worker's own HBM."""
+        """The price of reading one MiB from a tier other than the worker's own HBM."""
         match tier:
             case Tier.HBM | Tier.REMOTE_HBM:
                 return self.remote_hbm_us_per_mib
@@ -78,7 +78,7 @@ class QuillcacheProfile:
                 return self.object_store_us_per_mib
 
     def read_us(self, piece: Piece) -> int:
-        """The price of one piece, with the domain penalty."""
+        """The price of one piece, including the domain penalty."""
         if piece.at_hand:
             return self.hbm_hit_us
         us = self.tier_us_per_mib(piece.price_tier) * piece.mib
@@ -112,4 +112,4 @@ class QuillcacheProfile:
         return Prices(self.queue_us_per_token, self.running_decode_us, 0.0, 0, token_us, hit_us=hit_us)
 
     def alike(self, worker_id: str) -> None:
-        """None for every worker, because all have the same prices."""
+        """None for every worker, because the prices are the same for all of them."""

@@ -1,5 +1,5 @@
-"""Rates files of the cost profile `engine`, as `kvatlas calibrate` writes them: a JSON object of the numeric fields of
-`EngineRates`. Missing fields keep their defaults."""
+"""Rates files of the cost profile `engine`, as `kvatlas calibrate` writes them: a JSON object with the numeric fields of
+`EngineRates`. Fields that are missing keep their defaults."""
 
 import json
 from dataclasses import fields
@@ -25,7 +25,7 @@ _FILE = TypeAdapter(dict[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan
 
 
 def read_rates(path: Path | None) -> EngineRates:
-    """The rates in a file, or the defaults without a file. Raises SettingsError for a file without valid rates."""
+    """The rates in a file, or the defaults if there is no file. Raises SettingsError for a file without valid rates."""
     if path is None:
         return EngineRates()
     try:
@@ -40,7 +40,7 @@ def read_rates(path: Path | None) -> EngineRates:
 
 
 def write_rates(path: Path, rates: EngineRates) -> None:
-    """Write the rates to a file. Raises SettingsError for a path that can't be written."""
+    """Write the rates to a file. Raises SettingsError for a path that can't be written to."""
     found = {name: getattr(rates, name) for name in (field.name for field in fields(rates)) if name in NAMES}
     try:
         path.write_text(json.dumps(found, indent=2) + "\n")
@@ -49,5 +49,5 @@ def write_rates(path: Path, rates: EngineRates) -> None:
 
 
 def read_profile(name: str, rates_file: Path | None) -> CostProfile:
-    """The cost profile of this name; `engine` takes its rates from the file. Raises SettingsError."""
+    """The cost profile with this name; `engine` takes its rates from the file. Raises SettingsError."""
     return EngineProfile(read_rates(rates_file)) if name == "engine" else QuillcacheProfile()

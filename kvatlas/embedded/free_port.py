@@ -12,15 +12,15 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 
-# Below the range from which Linux takes the ports of outgoing connections (32768 and up): otherwise a client's connection
-# could occupy a server's port while the server restarts. A cluster's bus port, 10,000 higher, stays below it too.
+# Below the range from which Linux takes the ports of outgoing connections (32768 and up); otherwise a client's connection could
+# occupy a server's port while that server restarts. The bus port of a cluster, 10,000 higher, stays below that range too.
 PORTS = range(12_000, 22_000)
 
-# Not the seeded global generator: processes that set the same seed would all try the same ports in the same order.
+# Not the seeded global generator, because processes that set the same seed would all try the same ports in the same order.
 _random = random.SystemRandom()
 
-# A port that was handed out stays free until its server listens, seconds later. A lock keeps other processes of this user
-# from taking it in the meantime. Each lock is one byte of one file; the kernel drops a process's locks with it.
+# A port that was given out stays free until its server listens on it, seconds later. In the meantime, a lock keeps other
+# processes of this user from taking it. Each lock is one byte of one file; the kernel drops a process's locks when it ends.
 LEASES = 256
 _leased: collections.deque[int] = collections.deque()
 
@@ -39,9 +39,9 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that is free now, and that no other caller got recently.
+    """A port that is free now, and that no other caller has been given recently.
 
-    It stays reserved during this process's next 255 calls. A program that doesn't ask here may still take it first.
+    It stays reserved during the next 255 calls of this process. A program that does not ask here may still take it first.
     """
     for _ in range(1_000):
         port = _random.choice(PORTS)

@@ -17,9 +17,9 @@ _PROBE_TIMEOUT_S = 1.0
 class NatsProcess(ServerProcess):
     """`nats-server` on loopback.
 
-    `max_file_store_bytes` and `max_memory_store_bytes` limit what its streams may reserve in files and in memory; NATS'
-    own defaults would reserve most of the disk and the memory. Give both `user` and `password`, or neither. `config` is
-    appended to its configuration file (NATS' own syntax), e.g. for users with permissions.
+    `max_file_store_bytes` and `max_memory_store_bytes` limit what its streams may reserve in files and in memory; NATS' own
+    defaults would reserve most of the disk and of the memory. Give both `user` and `password`, or neither. `config` is appended
+    to its configuration file (in NATS' own syntax), e.g. to add users with permissions.
     """
 
     name = "nats-server"
@@ -60,7 +60,7 @@ class NatsProcess(ServerProcess):
         return f"nats://{login}{LOOPBACK}:{self.port}"
 
     def _command(self) -> list[str]:
-        # NATS' configuration is a superset of JSON, so JSON quoting suits any directory or password.
+        # NATS' configuration is a superset of JSON, so JSON quoting works for any directory or password.
         settings: dict[str, object] = {
             "server_name": self._server_name,
             "listen": f"{LOOPBACK}:{self.port}",
@@ -79,7 +79,8 @@ class NatsProcess(ServerProcess):
         return ["--config", str(file.resolve())]
 
     def _is_ready(self) -> bool:
-        # The greeting (INFO, before any login) names the server, so another server on the port is not mistaken for this one.
+        # The greeting (INFO, before any login) states the server's name, so another server on this port is not mistaken for
+        # this one.
         try:
             with socket.create_connection((LOOPBACK, self.port), timeout=_PROBE_TIMEOUT_S) as connection:
                 greeting = connection.makefile("rb").readline()

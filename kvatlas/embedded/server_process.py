@@ -1,4 +1,4 @@
-"""One server process: start, watch, stop. Blocking, and independent of any event loop."""
+"""One server process: starting it, watching it and stopping it. Blocking, and independent of any event loop."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _LAST_LINES = 4
 
 
 class EmbeddedServerError(KvatlasError):
-    """An embedded server can't be started, or is not running."""
+    """An embedded server can't be started or is not running."""
 
 
 class PortTakenError(EmbeddedServerError):
@@ -33,10 +33,11 @@ def _do_nothing() -> None:
 
 
 class ServerProcess(ABC):
-    """A server program with its own loopback port and directory. As a context manager it is started on entry and gone on exit.
+    """A server program with a loopback port and a directory of its own. As a context manager, it is started on entry and gone
+    on exit.
 
-    `port` 0 chooses a free port and keeps it across restarts. `data_dir` None creates a temporary directory that `close()`
-    removes; a given directory is kept. Not thread-safe.
+    `port` 0 chooses a free port, which is then kept across restarts. `data_dir` None creates a temporary directory that
+    `close()` removes; a directory that is given is kept. Not thread-safe.
     """
 
     name: str
@@ -72,29 +73,29 @@ class ServerProcess(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address for clients, with credentials if the server has any."""
+        """The address for clients, including credentials if the server has any."""
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Write the configuration into `data_dir` and return the program's arguments."""
+        """Write the configuration into `data_dir`, and return the arguments for the program."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
-        """True if this very process answers requests now; False if another server answers on its port."""
+        """True if this very process is answering requests; False if a different server answers on its port."""
 
     def _choose_port(self) -> int:
         return free_port()
 
-    # Common to all kinds.
+    # Common to all kinds of servers.
 
     @property
     def port(self) -> int:
-        """The port; 0 until the first start if a free one will be chosen."""
+        """The port; 0 before the first start if a free one will be chosen."""
         return self._port
 
     @property
     def pid(self) -> int:
-        """The running server's process id. Raises EmbeddedServerError when it is not running."""
+        """The process id of the running server. Raises EmbeddedServerError when it is not running."""
         if self._popen is None or self._popen.poll() is not None:
             raise EmbeddedServerError(f"{self.name} on port {self._port} is not running")
         return self._popen.pid
@@ -115,7 +116,7 @@ class ServerProcess(ABC):
         return self._temporary.path
 
     def last_log_lines(self, count: int = _LAST_LINES) -> list[str]:
-        """The last non-empty lines that the server has written since its last start."""
+        """The last non-empty lines that the server has written since it was last started."""
         log = self.data_dir / LOG_FILE
         if not log.exists():
             return []
@@ -125,11 +126,11 @@ class ServerProcess(ABC):
         return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
     def start(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
-        """Start the server and wait until it answers. Does nothing if it is running.
+        """Start the server and wait until it answers. Does nothing if it is already running.
 
-        `while_waiting` is called every few milliseconds until then; an exception from it aborts the start. Raises
-        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. However the start fails, no
-        process is left.
+        `while_waiting` is called every few milliseconds until then; if it raises, the start is aborted. Raises
+        EmbeddedServerError if the program is missing or ends, or if it does not answer in time. Whatever makes the start fail,
+        no process is left behind.
         """
         if self.is_running:
             return
@@ -149,7 +150,8 @@ class ServerProcess(ABC):
                 return
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
-        """Terminate the server; kill it if it has not ended by the deadline. Data and port stay for another `start()`."""
+        """Terminate the server, and kill it if it has not ended by the deadline. Its data and port are kept for another
+        `start()`."""
         popen = self._popen
         if popen is None:
             return
@@ -164,7 +166,7 @@ class ServerProcess(ABC):
         self._popen = None
 
     def kill(self) -> None:
-        """Kill the server (SIGKILL), as a crash would, and wait until it is gone. Data and port stay."""
+        """Kill the server (SIGKILL), as in a crash, and wait until it is gone. Its data and port are kept."""
         if self._popen is not None:
             self._popen.kill()
             self._popen.wait()
@@ -172,7 +174,7 @@ class ServerProcess(ABC):
         self._paused = False
 
     def restart(self, *, while_waiting: Callable[[], object] = _do_nothing) -> None:
-        """Stop the server and start it on the same port with the same data."""
+        """Stop the server, and start it on the same port with the same data."""
         self.stop()
         self.start(while_waiting=while_waiting)
 
@@ -197,7 +199,7 @@ class ServerProcess(ABC):
 
     def _start_once(self, while_waiting: Callable[[], object]) -> None:
         log = self.data_dir / LOG_FILE
-        # don't resolve links: a program may choose its role by its link's name (Debian's redis-server)
+        # don't resolve links: a program may choose its role by the name of the link (Debian's redis-server)
         command = [str(self._binary.absolute()), *self._command()]
         self._paused = False
         with log.open("ab") as output:

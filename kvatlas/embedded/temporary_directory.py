@@ -1,4 +1,4 @@
-"""Temporary directories that don't accumulate when their processes are killed."""
+"""Temporary directories that don't pile up when their processes are killed."""
 
 import fcntl
 import os
@@ -11,16 +11,16 @@ _LOCK = "owner.lock"
 
 
 class OwnedDirectory:
-    """A directory under the system's temporary one, locked by this process as long as it lives.
+    """A directory inside the system's temporary one, locked by this process for as long as it lives.
 
-    The kernel drops the lock with the process, even on SIGKILL, so the next process that creates such a directory removes
-    those without an owner.
+    The kernel drops the lock when the process ends, even by SIGKILL. The next process that creates such a directory then
+    removes those without an owner.
     """
 
     def __init__(self) -> None:
         _remove_ownerless()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked before it has the name that other processes look for, so that none of them can lock it first.
+        # Lock it before it has the name that other processes look for, so that none of them can lock it first.
         unnamed = self.path / f"{_LOCK}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -35,7 +35,7 @@ def _remove_ownerless() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it is another user's, or was removed in the meantime
+        except OSError:  # it belongs to another user, or was removed in the meantime
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

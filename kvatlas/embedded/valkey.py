@@ -22,9 +22,9 @@ _PROBE_TIMEOUT_S = 1.0
 class ValkeyProcess(ServerProcess):
     """`valkey-server`, or any redis-server given as `binary`, on loopback.
 
-    It never evicts (`noeviction`), keeps small hashes small (`hash-max-listpack-entries 128`) and saves nothing unless
-    `appendonly` is set; then an acknowledged write survives a crash of the process. `max_memory_bytes` 0: no limit.
-    `settings` are additional directives of its configuration file and override those above.
+    It never evicts (`noeviction`), keeps small hashes compact (`hash-max-listpack-entries 128`) and saves nothing unless
+    `appendonly` is set; with `appendonly`, an acknowledged write survives a crash of the process. `max_memory_bytes` 0: no
+    limit. `settings` are additional directives for its configuration file; they override those above.
     """
 
     name = "valkey-server"
@@ -75,7 +75,8 @@ class ValkeyProcess(ServerProcess):
             "daemonize": "no",
             "save": '""',
             "appendonly": "yes" if self._appendonly else "no",
-            # The write is handed to the system before it is acknowledged, so a killed server loses nothing.
+            # The write is handed to the operating system before it is acknowledged, so nothing is lost when the server is
+            # killed.
             "appendfsync": "everysec",
             "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
@@ -84,20 +85,20 @@ class ValkeyProcess(ServerProcess):
         if self._password is not None:
             directives["requirepass"] = _quoted(self._password)
         file = self.data_dir / "valkey.conf"
-        file.touch(mode=0o600)  # it may hold a password, so the settings are not passed as arguments
+        file.touch(mode=0o600)  # it may hold a password, which is why the settings are not passed as arguments
         file.write_text("".join(f"{key} {value}\n" for key, value in (directives | dict(self._settings)).items()))
         return [str(file.resolve())]
 
     def _is_ready(self) -> bool:
         try:
             info = self.command("INFO")
-        except RedisError:  # not listening, loading its data, or another server with another password
+        except RedisError:  # not listening, still loading its data, or a different server with a different password
             return False
-        # another server on the port may have answered while ours is gone; then `pid` would raise
+        # another server on the port may have answered although ours is gone; `pid` would then raise
         return bool(self._popen is not None and info["process_id"] == self._popen.pid and info["loading"] == 0)
 
 
 def _quoted(value: str) -> str:
-    """A string in the syntax of Redis' configuration files."""
+    """A string, in the syntax of Redis' configuration files."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
     return f'"{escaped}"'

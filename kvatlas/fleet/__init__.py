@@ -1,1 +1,1 @@
-"""Fleet records: a worker's description, state and load, and where they are stored."""
+"""Fleet records: the description, state and load of a worker, and where these are stored."""

@@ -1,6 +1,6 @@
-"""Assumed memory of a worker that reports none: a named profile, for planning and for tests.
+"""The memory that is assumed for a worker that reports none: a named profile, for planning and for tests.
 
-Routers don't use it: for them 0 means unknown, and an unknown capacity limits nothing.
+Routers don't use it: to them, 0 means unknown, and an unknown capacity does not limit anything.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of a worker's device and of its host."""
+    """The memory of a worker's device and of its host, in bytes."""
 
     hbm_bytes: int
     cpu_bytes: int
@@ -24,7 +24,7 @@ CAPACITIES = {"quillcache": Capacity(80 * GIB, 512 * GIB)}
 
 
 def capacity_of(profile: str) -> Capacity:
-    """The capacity of this profile. Raises InvalidValue for an unknown one."""
+    """The capacity in this profile. Raises InvalidValue for an unknown profile."""
     if profile not in CAPACITIES:
         raise InvalidValue(f"capacity profile {profile!r:.80}; expected one of {', '.join(CAPACITIES)}")
     return CAPACITIES[profile]

@@ -12,8 +12,8 @@ FleetId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{12}$")]
 
 
 class FleetIdentity(WireRecord):
-    """A fleet, and the store that its indexers write. `store_name`: human-readable; `member`: the reporting component;
-    `publisher`: it is a publisher, which knows no store."""
+    """A fleet, and the store that its indexers write to. `store_name`: human-readable; `member`: the component that reports
+    this; `publisher`: that component is a publisher, which knows of no store."""
 
     fleet: FleetId
     store: Text = ""
@@ -23,5 +23,5 @@ class FleetIdentity(WireRecord):
 
 
 def new_fleet_id() -> str:
-    """Make the identity of a fleet that starts for the first time."""
+    """Make the identity of a fleet that is started for the first time."""
     return token_hex(6)

@@ -1,8 +1,8 @@
-"""Publishers' identities: the workers, tenants, models and addresses that each may speak for. `kvatlas auth nats` writes them,
-and indexers read them.
+"""Publishers' identities: the workers, tenants, models and addresses that each publisher may speak for. `kvatlas auth nats`
+writes them, and indexers read them.
 
-NATS proves the sender: a publisher's user may publish only to its own workers' subjects. So the last word of the subject, a
-worker's id, leads to the identity that applies to it.
+NATS proves who the sender is: a publisher's user may publish only to the subjects of its own workers. The last token of the
+subject, a worker's id, therefore leads to the identity that applies.
 """
 
 import json
@@ -26,7 +26,7 @@ log = logging.getLogger("kvatlas.identities")
 
 ANY = "*"
 MAX_WORKERS = 4_096
-"""Limit of workers per publisher: each needs three subjects in the permissions."""
+"""Maximum number of workers per publisher: each needs three subjects in the permissions."""
 _RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -37,7 +37,7 @@ def _check_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TenantRefused(InvalidValue):
-    """A publisher may not speak for a tenant. The line does not name the tenant, because lines get into logs."""
+    """A publisher may not speak for a tenant. The line does not name the tenant, because such lines end up in logs."""
 
     def __init__(self, line: str, tenant_id: str) -> None:
         super().__init__(line)
@@ -47,10 +47,10 @@ class TenantRefused(InvalidValue):
 class Identity(BaseModel):
     """What one publisher's user may speak for.
 
-    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for all that no other publisher names. `tenants`,
-    `models`: names, in which `*` stands for any text. `addresses`: of its engines (`AddressList`); without any, it may
-    advertise every address, but routers send requests to private ones only. `blocks`: maximum number of blocks of each worker
-    in the index, over all tiers; None: as many as fit in the store.
+    `workers`: ids, ranges (`vllm-{0..15}`, `engine-dp{0..7}`), or just `*` for every worker that no other publisher lists.
+    `tenants`, `models`: names, in which `*` stands for any text. `addresses`: the addresses of its engines (`AddressList`); if
+    there are none, it may advertise any address, but routers send requests only to private ones. `blocks`: the maximum number
+    of blocks of each worker in the index, over all tiers; None: as many as fit in the store.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -66,7 +66,7 @@ class Identity(BaseModel):
         return self.workers != (ANY,)
 
     def worker_ids(self) -> list[str]:
-        """Every worker that it names; empty for `*`. Raises InvalidValue."""
+        """Every worker that the identity lists; empty for `*`. Raises InvalidValue."""
         if not self.names_workers:
             return []
         found = list(islice((name for text in self.workers for name in _expand(text)), MAX_WORKERS + 1))
@@ -76,10 +76,10 @@ class Identity(BaseModel):
 
 
 class Identities:
-    """The identities of a fleet's publishers, by user. A worker that no publisher names is refused."""
+    """The identities of a fleet's publishers, by user. A worker that no publisher lists is refused."""
 
     def __init__(self, by_user: Mapping[str, Identity]) -> None:
-        """Raises InvalidValue for a worker that two publishers name, and for an invalid user name."""
+        """Raises InvalidValue for a worker that two publishers list, or for an invalid user name."""
         self.by_user = dict(by_user)
         self._user_of: dict[str, str] = {}
         self._others: str | None = None
@@ -102,12 +102,12 @@ class Identities:
 
     @property
     def named_workers(self) -> list[str]:
-        """Workers that a publisher names, sorted."""
+        """The workers that publishers list, sorted."""
         return sorted(self._user_of)
 
     def check_scope(self, worker_id: str, scope: Scope) -> None:
-        """Check that the publisher may speak for the scope. Raises InvalidValue with one line: TenantRefused for its
-        tenant."""
+        """Check that the publisher may speak for the scope. Raises InvalidValue with a one-line message: TenantRefused if the
+        tenant is the reason."""
         user, identity = self._of(worker_id)
         refusal = f"worker {worker_id}: publisher {user} may not speak for"
         if not matches(scope.model_id, identity.models):
@@ -117,7 +117,8 @@ class Identities:
             raise TenantRefused(f"{refusal} its tenant", scope.tenant_id)
 
     def check_endpoint(self, endpoint: EngineEndpoint) -> None:
-        """Check that the worker's publisher may advertise the model, tenant and address. Raises InvalidValue with one line."""
+        """Check that the worker's publisher may advertise the model, tenant and address. Raises InvalidValue with a one-line
+        message."""
         self.check_scope(endpoint.id, Scope(endpoint.model_id, endpoint.tokenizer_id, None, endpoint.tenant_id))
         address = endpoint.advertised_url or endpoint.base_url
         if not address:
@@ -128,12 +129,12 @@ class Identities:
             raise InvalidValue(f"worker {endpoint.id}: publisher {user} may not advertise {host}:{port}")
 
     def most_blocks(self, worker_id: str) -> int | None:
-        """How many blocks the worker may have in the index; None: no limit."""
+        """How many blocks the worker may have in the index; None: there is no limit."""
         user = self._user_of.get(worker_id, self._others)
         return None if user is None else self.by_user[user].blocks
 
     def vouches(self, worker_id: str) -> bool:
-        """True if an identity lists the addresses that the worker may have."""
+        """True if an identity lists the addresses that the worker may use."""
         user = self._user_of.get(worker_id, self._others)
         return user is not None and bool(self.by_user[user].addresses)
 
@@ -161,7 +162,7 @@ def load_identities(file: Path, flag: str) -> Identities:
 
 
 def parse_identities(found: object) -> Identities:
-    """Identities from `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, naming the field."""
+    """Identities from `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, stating the field."""
     publishers = found.get("publishers") if isinstance(found, dict) else None
     if not isinstance(publishers, dict) or not publishers:
         raise InvalidValue("publishers is missing; expected a table with one entry for each publisher")
@@ -177,7 +178,7 @@ def parse_identities(found: object) -> Identities:
 
 
 def _expand(text: str) -> Iterator[str]:
-    """The names that one entry stands for: all of its ranges, or the entry itself."""
+    """The names that an entry stands for: every name in its ranges, or just the entry itself."""
     found = _RANGE.search(text)
     if found is None:
         yield text

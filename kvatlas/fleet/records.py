@@ -1,4 +1,4 @@
-"""Fleet records: a worker's description, its state and its load. Border types, checked by pydantic."""
+"""Fleet records: the description, state and load of a worker. They cross process boundaries, so pydantic checks them."""
 
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
@@ -46,7 +46,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WireRecord(BaseModel):
-    """A frozen border value that travels as a msgpack map. It ignores unknown fields of newer versions."""
+    """A frozen value that travels as a msgpack map. Unknown fields, from newer versions, are ignored."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", protected_namespaces=())
     max_bytes: ClassVar[int] = 256 * 1024
@@ -57,7 +57,7 @@ class WireRecord(BaseModel):
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """The record in a payload. Raises InvalidValue, naming the first wrong field."""
+        """The record in a payload. Raises InvalidValue, stating the first wrong field."""
         try:
             fields = unpack(payload, max_bytes=cls.max_bytes)
         except InvalidValue as error:
@@ -83,7 +83,7 @@ class EngineKind(StrEnum):
 
 
 class Role(StrEnum):
-    """The phases that a worker computes: prefill only, decode only, or both."""
+    """The phases that a worker computes: only prefill, only decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -104,7 +104,7 @@ class KvConnector(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The engine's own state, from its health and metrics; not the sidecar's state."""
+    """The state of the engine itself, according to its health and metrics; not the sidecar's state."""
 
     UP = "up"
     DOWN = "down"
@@ -177,7 +177,7 @@ class EngineEndpoint(WireRecord):
     @property
     def url(self) -> str:
         """The address at which routers reach the engine: scheme, host and port. Empty if it has none, or if it advertised
-        anything else."""
+        something else."""
         try:
             return check_origin(self.advertised_url or self.base_url)
         except InvalidValue:
@@ -189,13 +189,13 @@ class EngineEndpoint(WireRecord):
 
     @property
     def can_be_fetched_from(self) -> bool:
-        """True if engines with its connector may read its KV."""
+        """True if engines with the same connector may read its KV."""
         if self.kv_connector is None or not self.kv_tiers or not self.url:
             return False
         return self.kv_connector is KvConnector.LMCACHE or self.kv_port is not None
 
     def worker_state(self, capacity: Capacity = UNKNOWN) -> "WorkerState":
-        """The worker without load; `capacity`: for example, a profile's (`kvatlas.fleet.capacity`)."""
+        """The worker without any load; `capacity`: for example, that of a profile (`kvatlas.fleet.capacity`)."""
         return WorkerState(
             id=self.id,
             locality_domain=self.locality_domain,
@@ -205,14 +205,14 @@ class EngineEndpoint(WireRecord):
 
 
 class _Load(WireRecord):
-    """A load. Creating one with an unknown field is refused, because a misspelled field would count as idle."""
+    """A load. It can't be created with an unknown field, because a misspelled field would count as idle."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ForwardPassMetrics(_Load):
-    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions 0..1. Accepts these field names or
-    those of the router protocol."""
+    """An engine's forward-pass metrics; cache usage and prefix hit rate are fractions from 0 to 1. Accepts either these field
+    names or those of the router protocol."""
 
     active_request_slots: Count = Field(
         default=0, validation_alias=AliasChoices("active_request_slots", "request_active_slots")
@@ -232,8 +232,8 @@ class ForwardPassMetrics(_Load):
 
 
 class WorkerState(_Load):
-    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970). `computed`: sum of its counters
-    of tokens, iterations and finished requests, which move while it computes. 0: not reported."""
+    """A worker's load. `sampled_us`: when the engine reported it (microseconds since 1970). `computed`: the sum of its counters
+    of tokens, iterations and finished requests, which change while it computes; 0: not reported."""
 
     id: WorkerId
     locality_domain: Text = ""
@@ -260,11 +260,11 @@ class WorkerState(_Load):
 
 
 LEFT_OUT = "left_out"
-"""The diagnosis of a publisher that leaves out nearly everything its engine publishes."""
+"""The name of the diagnosis for a publisher that leaves out nearly everything that its engine publishes."""
 
 
 class Diagnosis(WireRecord):
-    """A setting that contradicts what a publisher observes: a stable name, the observation, and the fix."""
+    """A setting that contradicts what a publisher observes: a stable name, the observation, and how to fix it."""
 
     name: Annotated[str, Field(max_length=32)]
     seen: Annotated[str, Field(max_length=MAX_DIAGNOSIS_TEXT)]
@@ -274,13 +274,14 @@ class Diagnosis(WireRecord):
 class Heartbeat(WireRecord):
     """Sent each second on `kvatlas.alive.<worker>`.
 
-    `acked_seq` is the last seq of the incarnation that the stream acknowledged, -1 before the first; it shows whether an idle
-    worker's last messages were lost. `load` is None if the engine does not report it.
+    `acked_seq` is the seq of the incarnation's last message that the stream has acknowledged, -1 before the first; it shows
+    whether the last messages of an idle worker were lost. `load` is None if the engine does not report it.
 
-    For `kvatlas doctor`: `diagnoses`; `version` of the publisher; `served_names`: the engine's names for its model, if none of
-    them is the endpoint's; `awaited_s`: seconds that the publisher has waited for an engine that was never up; `yielded`:
-    another publisher of this worker has a newer incarnation, and this one publishes nothing. Earlier publishers don't send the
-    last four. `fleet_id`: the fleet that the publisher was given; other fleets' indexers ignore its worker.
+    These are for `kvatlas doctor`: `diagnoses`; `version`: the publisher's version; `served_names`: the engine's names for its
+    model, if none of them is the endpoint's; `awaited_s`: how many seconds the publisher has waited for an engine that has
+    never been up; `yielded`: another publisher of this worker has a newer incarnation, so this one publishes nothing. Earlier
+    publishers don't send the last four. `fleet_id`: the fleet that the publisher was configured for; indexers of other fleets
+    ignore its worker.
     """
 
     worker_id: WorkerId
@@ -299,8 +300,8 @@ class Heartbeat(WireRecord):
 
 
 def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:
-    """Unpack a heartbeat from this worker's subject. Raises InvalidValue if it names another worker or an impossible
-    incarnation."""
+    """Unpack a heartbeat that arrived on this worker's subject. Raises InvalidValue if it names a different worker or an
+    impossible incarnation."""
     beat = Heartbeat.unpack(payload)
     named = {beat.worker_id, beat.endpoint.id} | ({beat.load.id} if beat.load is not None else set())
     if named != {worker_id}:
@@ -310,14 +311,14 @@ def read_heartbeat(payload: bytes, worker_id: str, now_us: int) -> Heartbeat:
 
 
 class Liveness(StrEnum):
-    """The partition owner's verdict on a worker: lost after 5 s without a heartbeat. After 60 s it is retired."""
+    """The partition owner's verdict on a worker: it is lost after 5 s without a heartbeat, and retired after 60 s."""
 
     ALIVE = "alive"
     LOST = "lost"
 
 
 class Repair(WireRecord):
-    """A snapshot that the partition's owner requested from a worker: when, and why, in a few words."""
+    """A snapshot that the partition's owner requested from a worker: when and why, in a few words."""
 
     at_us: Count
     reason: Text
@@ -326,12 +327,13 @@ class Repair(WireRecord):
 class FleetRecord(WireRecord):
     """One worker in its pool, as the partition's owner last wrote it and routers read it.
 
-    `heard_us`: when its last heartbeat arrived. `load_age_us`: the age of the load sample at that time, by the worker's own
-    clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if
-    publisher and indexer both trace (`kvatlas.telemetry`). `vouched`: the indexer has checked the address against what the
-    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, from its publisher's identity; `*` in a
-    name stands for any text; empty: all. For display: `applied_us`: when its messages were last applied, 0 if unknown; `doubt`:
-    why the index may be wrong about it now, in a few words, empty if not in doubt; `repair`: the last repair.
+    `heard_us`: when its last heartbeat arrived. `load_age_us`: how old the load sample was at that time, by the worker's own
+    clock; None: not reported. `trace`: the W3C traceparent of the last applied batch that came from an engine's batch, if both
+    the publisher and the indexer trace (`kvatlas.telemetry`). `vouched`: the indexer has checked the address against what the
+    worker's publisher may advertise. `tenants`: those whose prompts the worker may get, according to its publisher's identity;
+    `*` in a name stands for any text; empty: all. Only for display: `applied_us`: when its messages were last applied, 0 if
+    unknown; `doubt`: why the index may be wrong about it now, in a few words, empty if it is not in doubt; `repair`: the last
+    repair.
     """
 
     endpoint: EngineEndpoint
@@ -350,7 +352,7 @@ class FleetRecord(WireRecord):
 
     @property
     def routable(self) -> bool:
-        """True if routers may send requests to it."""
+        """True if routers may send requests to the worker."""
         return not self.endpoint.is_store and self.liveness is Liveness.ALIVE and self.state is EngineState.UP
 
     def may_see(self, tenant_id: str) -> bool:
@@ -359,5 +361,5 @@ class FleetRecord(WireRecord):
 
 
 def to_jsonable(record: WireRecord) -> dict[str, Any]:
-    """A record as JSON types, for `--json` output."""
+    """A record as JSON types, for the output of `--json`."""
     return record.model_dump(mode="json")

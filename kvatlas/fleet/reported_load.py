@@ -1,4 +1,4 @@
-"""A worker's load, as its engine or a tool reports it in a batch of the open event forms (docs/events.md)."""
+"""A worker's load, as its engine or a tool reports it in a batch in one of the open event forms (docs/events.md)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,10 +25,11 @@ _METRIC_NAMES = frozenset(
 
 
 def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality_domain: str = "") -> WorkerState:
-    """Read a load as an engine reports it: fields of `ForwardPassMetrics`, by either name, and of `WorkerState`, side by side.
+    """Read a load as an engine reports it: fields of `ForwardPassMetrics`, under either name, next to fields of `WorkerState`.
     A whole state is accepted too: its `id` must then be the worker's, and its `locality_domain` counts if no other is given.
 
-    Raises InvalidValue, naming the field, for a value out of bounds, for an unknown name, and for the state of another worker.
+    Raises InvalidValue, stating the field, for a value out of bounds, for an unknown name, or for the state of a different
+    worker.
     """
     told = dict(told)
     if (named := told.pop("id", worker_id)) != worker_id:

@@ -1,4 +1,4 @@
-"""Matches tenants against a list of names. `acme/x` is a part of tenant acme: one of its cache salts."""
+"""Matches tenants against a list of names. `acme/x` is a part of the tenant acme: one of its cache salts."""
 
 from kvatlas.validation import matches
 

@@ -1,1 +1,1 @@
-"""The fleet in the store: records of workers, members, leases."""
+"""The fleet in the store: worker records, members and leases."""

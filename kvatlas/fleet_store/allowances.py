@@ -1,7 +1,7 @@
-"""Clients' allowances per minute, shared by all routers of a fleet: one allowance for each client and kind, in the store.
+"""Clients' allowances per minute, which all routers of a fleet share: the store holds one allowance for each client and kind.
 
-Routers draw from an allowance ahead of their requests, and put back what they don't need. It refills continuously;
-its size is what refills in a minute.
+Routers draw from an allowance in advance, and return what their requests did not need. An allowance refills continuously; its
+size is the amount that is refilled in a minute.
 
     kva:{fleet}:limit:<kind>:<client>   HASH  left, at: `functions/draw.lua`; expires when the allowance is full
 """
@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 ALLOWANCES_A_CALL = 200
 MINUTE_S = 60.0
 MOST_DEBT = 10
-"""Maximum number of minutes that an allowance takes to refill: no client pays longer for one answer, or for a router's false
-figures."""
+"""Maximum number of minutes that it takes to refill an allowance, so that no client pays for longer than this for one answer,
+or for a router's false figures."""
 
 
 class Draw(NamedTuple):
-    """`size`: of the allowance. `back`: the amount returned; below 0: used without being drawn. `wanted`: the amount to draw,
-    if available."""
+    """`size`: the size of the allowance. `back`: the amount that is returned; below 0: an amount that was used without being
+    drawn. `wanted`: the amount to draw, if it is available."""
 
     name: str
     size: int
@@ -27,17 +27,17 @@ class Draw(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """`left`: the rest of the allowance; below 0: overdrawn."""
+    """`left`: what is left of the allowance; below 0: it is overdrawn."""
 
     taken: int
     left: int
 
 
 class SharedAllowances(Protocol):
-    """A store of allowances."""
+    """A store that holds allowances."""
 
     async def draw(self, draws: Sequence[Draw]) -> Sequence[Drawn]:
-        """Make these draws in order. Raises Unreachable, and redis' ResponseError if the store's user may not draw."""
+        """Make these draws in order. Raises Unreachable, or redis' ResponseError if the store's user is not allowed to draw."""
 
 
 def allowance_key(name: str) -> str:

@@ -1,8 +1,9 @@
-"""Workers that were retired within the last hour, for finding missing workers.
+"""Workers that were retired within the last hour; they show which workers are missing.
 
     kva:{fleet}:departed   HASH  worker id -> packed Departure
 
-The owner of a worker's partition writes it when it retires the worker, and deletes it when it hears from the worker again.
+The owner of a worker's partition writes this entry when it retires the worker, and deletes it when it hears from the worker
+again.
 """
 
 from collections.abc import Collection
@@ -19,13 +20,13 @@ from kvatlas.validation import Count, Name
 DEPARTED = "kva:{fleet}:departed"
 KEEP_S = 3600
 MOST = 1024
-"""Limit of departures in the store. Above it, new ones are not recorded: this number is enough to show a fleet that was
-switched off."""
+"""Maximum number of departures in the store. Above it, new ones are not recorded: this number is enough to show that a fleet
+was switched off."""
 
 
 class Departure(WireRecord):
-    """A worker that was retired. `heard_us`: its last heartbeat by its indexer's clock; `at_us`: its retirement by the
-    store's. `drained`: it had announced its departure."""
+    """A worker that was retired. `heard_us`: when its last heartbeat came, by its indexer's clock; `at_us`: when it was
+    retired, by the store's clock. `drained`: it had announced its departure."""
 
     worker_id: WorkerId
     model_id: Name
@@ -36,7 +37,7 @@ class Departure(WireRecord):
 
 
 async def record_departure(store: Store, record: FleetRecord) -> None:
-    """Record a worker that is retired now. Raises Unreachable."""
+    """Record that a worker is being retired. Raises Unreachable."""
     departure = Departure(
         worker_id=record.endpoint.id,
         model_id=record.endpoint.model_id,
@@ -51,7 +52,7 @@ async def record_departure(store: Store, record: FleetRecord) -> None:
 
 
 async def forget_departures(store: Store, worker_ids: Collection[str]) -> None:
-    """Remove workers that are back. Raises Unreachable."""
+    """Remove the departures of workers that are back. Raises Unreachable."""
     if worker_ids:
         await store.ask(store.client.hdel(DEPARTED, *worker_ids))
 
@@ -63,7 +64,7 @@ async def read_departures(store: Store, now_us: int) -> dict[str, Departure]:
         try:
             one = Departure.unpack(packed)
         except InvalidValue:
-            continue  # of another version
+            continue  # written by a different version
         if one.at_us > now_us - KEEP_S * 1_000_000:
             found[one.worker_id] = one
     return found

@@ -1,4 +1,4 @@
-"""Fleet state in the store: worker records by pool, indexer processes (members), and their leases.
+"""Fleet state in the store: worker records by pool, indexer processes (members), and the leases of the latter.
 
     kva:{fleet}:members   HASH  member id -> expiry (ms of the store's clock)
     kva:{fleet}:leases    HASH  partition -> "<expiry ms> <member id>"
@@ -35,12 +35,13 @@ LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
 OBJECTS = "kva:{fleet}:objects"
 MOST_OBJECTS = 100_000
-"""Limit of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store in all."""
+"""Maximum number of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store in
+all."""
 OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
 RECORDS_A_SLICE = 16
-"""Records to unpack, at 30 us each, before other tasks get their turn."""
+"""How many records, at 30 us each, are unpacked before other tasks get their turn."""
 
 log = logging.getLogger("kvatlas.fleet")
 
@@ -62,36 +63,37 @@ def pool_workers_key(pool_id: str) -> str:
 
 
 def object_keys(tenant_id: str | None) -> tuple[str, str, str]:
-    """A tenant's newer and older objects, and all tenants. `None`: there is one tenant."""
+    """The keys of a tenant's newer objects, of its older objects, and of all tenants. `None`: there is only one tenant."""
     return f"{OBJECTS}:newer:{tenant_id or ''}", f"{OBJECTS}:older:{tenant_id or ''}", f"{OBJECTS}:tenants"
 
 
 class FleetStore:
-    """The fleet's part of the store. Every call raises Unreachable if the store does not answer."""
+    """The part of the store that belongs to the fleet. Every call raises Unreachable if the store does not answer."""
 
     def __init__(
         self, store: Store, on_refused: Callable[[str, InvalidValue], None] | None = None, *, layout: int = 0
     ) -> None:
-        """`on_refused(worker, error)` is called for an unreadable record; by default one line is logged. `layout`: number
-        of the layout whose members and leases are meant; workers belong to all layouts."""
+        """`on_refused(worker, error)` is called for a record that can't be read; by default, a line is logged. `layout`: the
+        number of the layout whose members and leases are meant; workers belong to all layouts."""
         self._store = store
         self._members, self._leases = members_key(layout), leases_key(layout)
         self._log = RateLimitedLog(log)
         self.pools_repaired = 0
-        """How many load reports found damaged records in a pool."""
+        """How many load reports have found damaged records in a pool."""
         self._on_refused = on_refused or _log_refused
         self._read: dict[str, dict[bytes, tuple[bytes, FleetRecord]]] = {}
-        """The records read last, by pool, packed and unpacked: unpacking takes 30 us, and records change once a second."""
+        """The records that were read last, by pool, both packed and unpacked: unpacking takes 30 us, and records change once a
+        second."""
 
     async def load_functions(self) -> None:
-        """Load this version's functions of the fleet and of pools into the store. Raises Unreachable, OutOfMemoryError."""
+        """Load this version's fleet and pool functions into the store. Raises Unreachable or OutOfMemoryError."""
         for library in (FLEET_LIBRARY, POOL_LIBRARY):
             await library.load(self._store)
 
     # ------------------------------------------------------------ workers
 
     async def write(self, records: Mapping[str, FleetRecord]) -> None:
-        """Write workers' records and report their load. Only the owner of a worker's partition calls this."""
+        """Write workers' records, and report their load. Only the owner of a worker's partition may call this."""
         by_pool: dict[str, dict[str, tuple[bytes, WorkerReport]]] = {}
         now_us = time.time_ns() // 1_000
         for worker_id, record in records.items():
@@ -106,7 +108,7 @@ class FleetStore:
             await self._call("kvatlas_fleet_pools", [POOLS], list(by_pool))
 
     async def update_existing(self, records: Mapping[str, FleetRecord]) -> None:
-        """Write the records that differ from their pool's. Skips workers that the pool does not (or no longer) have."""
+        """Write the records that differ from what their pool holds. Skips workers that are not (or no longer) in the pool."""
         by_pool: dict[str, list[str]] = {}
         for worker_id, record in records.items():
             by_pool.setdefault(record.endpoint.pool_id, []).append(worker_id)
@@ -119,23 +121,23 @@ class FleetStore:
         await self.write(wrong)
 
     async def forget(self, worker_id: str, pool_id: str) -> None:
-        """Remove a worker from its pool, with all its bookings. A pool without workers is removed too."""
+        """Remove a worker and all its bookings from its pool. A pool without workers is removed too."""
         await call_pool(self._store, "forget", pool_id, [worker_id])
         if not await self._count_workers(pool_id):
             await self._call("kvatlas_fleet_no_pool", [POOLS], [pool_id])
-            if await self._count_workers(pool_id):  # another owner wrote one of its workers in the meantime
+            if await self._count_workers(pool_id):  # another owner has written one of its workers in the meantime
                 await self._call("kvatlas_fleet_pools", [POOLS], [pool_id])
 
     async def record_departure(self, record: FleetRecord) -> None:
-        """Record for an hour that this worker was retired."""
+        """Record that this worker was retired. The entry lasts for an hour."""
         await record_departure(self._store, record)
 
     async def forget_departures(self, worker_ids: Collection[str]) -> None:
-        """Remove departures of workers that are back."""
+        """Remove the departures of workers that are back."""
         await forget_departures(self._store, worker_ids)
 
     async def departures(self, now_us: int) -> dict[str, Departure]:
-        """Workers that were retired within the hour before `now_us` (the store's time), and are not back."""
+        """Workers that were retired within the hour before `now_us` (the store's time) and are not back."""
         return await read_departures(self._store, now_us)
 
     async def pool(self, pool_id: str) -> dict[str, FleetRecord]:
@@ -148,7 +150,7 @@ class FleetStore:
             if known is None or known[0] != packed:
                 unpacked += 1
                 if unpacked % RECORDS_A_SLICE == 0:
-                    await asyncio.sleep(0)  # let choices continue in the meantime
+                    await asyncio.sleep(0)  # let choices go on in the meantime
                 try:
                     known = packed, _read_record(worker_id, packed)
                 except InvalidValue as error:
@@ -170,7 +172,7 @@ class FleetStore:
         return records
 
     async def entries(self, which: Callable[[str, str], bool]) -> list[tuple[str, str, FleetRecord | None]]:
-        """(worker, pool, record) of the entries for which `which(worker, pool)` is true. The record is None if its form is
+        """(worker, pool, record) for each entry for which `which(worker, pool)` is true. The record is None if its form is
         unknown."""
         entries: list[tuple[str, str, FleetRecord | None]] = []
         for pool_id in await self.pools():
@@ -185,21 +187,21 @@ class FleetStore:
     # ------------------------------------------------------------ indexer processes and their leases
 
     async def renew_membership(self, member_id: str, ttl_ms: int) -> list[str]:
-        """Record that this member lives for `ttl_ms` from now. Returns the live members, including this one, sorted."""
+        """Record that this member stays alive for `ttl_ms` from now. Returns the live members, including this one, sorted."""
         live = await self._call("kvatlas_fleet_beat", [self._members], [member_id, ttl_ms])
         return sorted(member.decode() for member in live)
 
     async def is_member(self, member_id: str) -> bool:
-        """True if the store knows this member, alive or expired."""
+        """True if the store knows this member, whether it is alive or has expired."""
         return bool(await self._store.ask(self._store.client.hexists(self._members, member_id)))
 
     async def end_membership(self, member_id: str) -> None:
-        """Release the membership and every lease at once."""
+        """Give up the membership and all leases immediately."""
         await self._call("kvatlas_fleet_leave", [self._members, self._leases], [member_id])
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
-        """Take or renew the leases among `partitions` that are free, expired or already the member's own; return those held
-        now, ascending."""
+        """Take or renew those leases among `partitions` that are free, expired or the member's own already. Returns the
+        partitions whose leases it now holds, in ascending order."""
         if not partitions:
             return []
         held = await self._call("kvatlas_fleet_claim", [self._leases], [member_id, ttl_ms, *partitions])
@@ -211,14 +213,14 @@ class FleetStore:
             await self._call("kvatlas_fleet_release", [self._leases], [member_id, *partitions])
 
     async def leases(self) -> dict[int, str]:
-        """The holder of each partition's lease, except expired ones."""
+        """The holder of each partition's lease, not counting expired ones."""
         flat = await self._call("kvatlas_fleet_leases", [self._leases], [])
         return {int(partition): member.decode() for partition, member in zip(flat[::2], flat[1::2], strict=True)}
 
     # ------------------------------------------------------------ objects that engines keep
 
     async def put_objects(self, holders: Mapping[str, str], tenant_id: str | None = None) -> None:
-        """Record the workers of a tenant's objects, by object id. Its oldest objects are dropped."""
+        """Record which worker has each of a tenant's objects, by object id. The tenant's oldest objects are dropped."""
         pairs = [text for pair in holders.items() for text in pair]
         fixed: list[str | int] = [MOST_OBJECTS, KEEP_OBJECTS_S, tenant_id or ""]
         for first in range(0, len(pairs), 2 * OBJECTS_A_CALL):
@@ -226,7 +228,7 @@ class FleetStore:
             await self._call("kvatlas_fleet_put_objects", object_keys(tenant_id), [*fixed, *some])
 
     async def find_object(self, id: str, tenant_id: str | None = None) -> str | None:
-        """The worker that has a tenant's object, if known."""
+        """The worker that has a tenant's object, if it is known."""
         found = await self._call("kvatlas_fleet_find_object", object_keys(tenant_id)[:2], [id])
         return found[0].decode() if found else None
 
@@ -253,7 +255,7 @@ class FleetStore:
 
 
 def _read_record(worker_id: bytes, packed: bytes) -> FleetRecord:
-    """Read a record. Raises InvalidValue for one of an unknown form, or of another worker."""
+    """Read a record. Raises InvalidValue if its form is unknown, or if it belongs to a different worker."""
     record = FleetRecord.unpack(packed)
     if record.endpoint.id != _name_of(worker_id):
         raise InvalidValue(f"FleetRecord of worker {record.endpoint.id}; expected {_name_of(worker_id)}")
@@ -261,7 +263,7 @@ def _read_record(worker_id: bytes, packed: bytes) -> FleetRecord:
 
 
 def _name_of(field: bytes) -> str:
-    """The name in a field, even if it is not UTF-8, since any client may have written it."""
+    """The name in a field, even if it is not valid UTF-8, since any client may have written it."""
     return field.decode(errors="backslashreplace")
 
 

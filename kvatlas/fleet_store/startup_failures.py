@@ -1,4 +1,4 @@
-"""Why indexers can't start, in their own words. Without this, only the consequences would be visible.
+"""Why indexers can't start, in their own words. Without these reports, only the consequences would be visible.
 
 kva:{fleet}:trouble   HASH  member id -> "<us of the store's clock> <line>"
 """
@@ -8,7 +8,7 @@ from kvatlas.store.connection import Store
 
 TROUBLE = "kva:{fleet}:trouble"
 KEEP_US = 60_000_000
-"""Age limit of a report. An indexer that still waits repeats it sooner."""
+"""Maximum age of a report. An indexer that is still waiting repeats its report before that."""
 
 
 async def report_trouble(store: Store, member_id: str, line: str) -> None:
@@ -23,7 +23,7 @@ async def clear_trouble(store: Store, member_id: str) -> None:
 
 
 async def read_trouble(store: Store, now_us: int) -> dict[str, str]:
-    """The line of each indexer that can't start, as of this time of the store. Raises Unreachable."""
+    """The line of each indexer that can't start, as of this time by the store's clock. Raises Unreachable."""
     found: dict[str, str] = {}
     for member_id, value in (await store.ask(store.client.hgetall(TROUBLE))).items():
         at_us, _, line = value.decode(errors="replace").partition(" ")

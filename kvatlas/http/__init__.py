@@ -1,1 +1,1 @@
-"""The HTTP server of every process: who may call what, how much a client may take, and the form of a refusal."""
+"""The HTTP server of every process: who may call what, how much a client may use, and what a refusal looks like."""

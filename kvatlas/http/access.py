@@ -1,4 +1,4 @@
-"""Access to an HTTP server, and its limits. `guard` and `bounded_protocol` enforce it."""
+"""Access to an HTTP server, and its limits. `guard` and `bounded_protocol` enforce them."""
 
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,19 +14,21 @@ PROBES = frozenset({"/health", "/healthz", "/ready", "/readyz"})
 """Paths that are served to everyone, even on the connections reserved for probes. They show whether the server is ready, and
 how many workers a router has."""
 _KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
-"""Headers in which clients send a key; Anthropic's and Azure's use the last two."""
+"""Headers in which clients send a key; the last two are those of Anthropic and Azure."""
 _OWN_SITES = (b"same-origin", b"none")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """Limits of one server, its certificate and its tokens. Every request needs one of the tokens; without tokens, none does.
+    """Limits of one server, its certificate and its tokens. If there are tokens, every request needs one of them; otherwise
+    none does.
 
-    `header_s` and `body_s`: seconds that a client has to send a request's headers, and then its body. `unread_s`: seconds that
-    an answer may wait for a client that reads nothing. `idle_s`: seconds that an idle connection stays open. It must be longer
-    than clients and load balancers keep theirs open (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90, OkHttp 300, Google's
-    load balancers 600); otherwise a request may be sent on a connection that is just being closed. `address_connections`: limit
-    per client address; None: three quarters of all. `client_ca_file`: authorities for client certificates, which are optional.
+    `header_s` and `body_s`: how many seconds a client has to send a request's headers, and then its body. `unread_s`: how many
+    seconds an answer may wait for a client that reads nothing. `idle_s`: how many seconds an idle connection stays open. This
+    must be longer than clients and load balancers keep theirs open (httpx 5 s, aiohttp 15, Go and Envoy's gateways 90, OkHttp
+    300, Google's load balancers 600); otherwise a request may be sent on a connection that is just being closed.
+    `address_connections`: the maximum number of connections from one client address; None: three quarters of the total.
+    `client_ca_file`: the authorities for client certificates, which are optional.
     """
 
     body_bytes: int = 64 << 20
@@ -45,24 +47,24 @@ class HttpAccess:
 
     @property
     def address_share(self) -> int:
-        """Connections that one address may have."""
+        """The number of connections that one address may have."""
         return max(1, self.connections * 3 // 4) if self.address_connections is None else self.address_connections
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context, which picks up renewed files; None if there is no certificate. Raises SettingsError for
-        files that are not a certificate and its key."""
+        """The TLS context, which picks up renewed files; None if there is no certificate. Raises SettingsError if the files are
+        not a certificate and its key."""
         if self.cert_file is None:
             return None
         files = [file for file in (self.cert_file, self.key_file, self.client_ca_file) if file is not None]
         return RenewedContext("HTTP server", self._build, files)
 
     def why_foreign(self, method: str, headers: Mapping[bytes, bytes], *, near: bool) -> str:
-        """Why a request may come from a web page that must not use the server, in one line; empty if it can't. `near`: the
-        server is on loopback.
+        """Why a request may come from a web page that must not use the server, as one line; empty if it can't come from one.
+        `near`: the server is on loopback.
 
-        Without tokens, anyone who reaches a server is trusted, but a page in a browser on that machine reaches it too. Without
-        permission, a page may send a POST that is not JSON, and it may read answers if its own name resolves to loopback (DNS
-        rebinding)."""
+        Without tokens, anyone who can reach a server is trusted, but a page in a browser on that machine can reach it too.
+        Without permission, a page can send a POST that is not JSON, and it can read answers if its own name resolves to
+        loopback (DNS rebinding)."""
         origin = headers.get(b"origin")
         if self.tokens or self.gated or "*" in self.origins or (origin or b"").decode("latin-1") in self.origins:
             return ""
@@ -83,11 +85,11 @@ class HttpAccess:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             context.load_cert_chain(self.cert_file, self.key_file)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is one too
             files = f"--http-cert-file {str(self.cert_file)!r} and --http-key-file {str(self.key_file)!r}"
             raise SettingsError(f"{files} are not a certificate and its key: {error.strerror or error}") from None
         if self.client_ca_file is not None:
-            context.verify_mode = ssl.CERT_OPTIONAL  # probes and holders of keys show none
+            context.verify_mode = ssl.CERT_OPTIONAL  # probes and clients with a key present none
             try:
                 context.load_verify_locations(self.client_ca_file)
             except OSError as error:
@@ -103,7 +105,7 @@ def _is_our_own(host: str) -> bool:
 
 
 def keys_in(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """The keys and bearer tokens in a request's headers, whose names are in lower case."""
+    """The keys and bearer tokens in a request's headers. The headers' names must be in lower case."""
     keys: list[bytes] = []
     for name, value in headers:
         if name not in _KEY_HEADERS:

@@ -1,7 +1,7 @@
 """A port in front of a server that does not limit its connections, such as gRPC's.
 
-Connections that have a place are passed on unchanged to an abstract Unix socket on which the server listens. The name of a
-connection's end at that socket maps to its client's address.
+Admitted connections are passed on unchanged to an abstract Unix socket on which the server listens. The peer name of each
+connection on that socket maps to its client's address.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class BoundedPort:
     """`server_address`: the address on which the server must listen, in gRPC's notation."""
 
     def __init__(self, listener: Listener) -> None:
-        """`listener`: the port, and the limits and shares of its connections."""
+        """`listener`: the port, its connection limits and its shares."""
         self._listener = listener
         self._name = f"kvatlas-{token_hex(16)}"
         self.server_address = _ABSTRACT + self._name
@@ -39,7 +39,7 @@ class BoundedPort:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Accept connections. The server must already be listening."""
+        """Accept connections. The server must already be listening when this is called."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(partial(_Client, self), sock=self._listener.socket)
 
@@ -54,11 +54,12 @@ class BoundedPort:
         self._listener.close()
 
     def address_of(self, peer: str) -> str:
-        """The address of the client that the server knows by this name; empty if it did not come through this port."""
+        """The address of the client that the server knows by this peer name; empty if the client did not come through this
+        port."""
         return self._addresses.get(peer.removeprefix(_ABSTRACT), "")
 
     def take(self, client: "_Client", address: str) -> str | None:
-        """Reserve a place for a new connection. Returns the name of its server-side end; None if there is no place."""
+        """Reserve a place for a new connection. Returns the peer name that the server will see; None if there is no place."""
         shares = self._listener.shares
         if shares.open(client, address) is not Place.FULL:
             shares.close(client)
@@ -78,7 +79,7 @@ class BoundedPort:
         del self._addresses[name]
 
     def connect(self, client: "_Client", name: str) -> None:
-        """Start to connect a client to the server."""
+        """Start connecting a client to the server."""
         self._run(self._connect(client, name))
 
     async def _connect(self, client: "_Client", name: str) -> None:
@@ -106,7 +107,7 @@ class BoundedPort:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. Whatever arrives is passed to the `other` end, as fast as that accepts it."""
+    """One end of a connection. Whatever arrives is passed to the `other` end, as fast as that end accepts it."""
 
     def __init__(self, other: asyncio.Transport | None = None) -> None:
         self._other = other
@@ -149,7 +150,7 @@ class _Client(_End):
             self._port.connect(self, self._name)
 
     def join(self, server: asyncio.Transport) -> None:
-        """From now on, pass what arrives to the server's end."""
+        """Pass everything that arrives to the server's end from now on."""
         if self.transport.is_closing():
             server.abort()
         else:

@@ -1,10 +1,10 @@
-"""HTTP/1.1 connections, limited in number, with deadlines for the client's data.
+"""HTTP/1.1 connections that are limited in number, with deadlines for the client's data.
 
-A refusal is an answer in JSON. Its connection stays open until the client has had time to read it: data that arrives on a
-closed socket would reset the connection and discard the answer.
+A refusal is an answer in JSON. Its connection stays open until the client has had time to read it, because data that arrives on
+a closed socket would reset the connection and discard the answer.
 
-Requests of one connection are read one after another. Data that follows a request waits until that one is answered, so an
-error in it affects no other request.
+The requests on a connection are read one after another. Data that follows a request waits until that request has been answered,
+so an error in it affects no other request.
 """
 
 import asyncio
@@ -33,22 +33,23 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 BODY_GRACE_S = 10.0
 LEAST_BYTES_PER_S = 2_048
-"""Minimum rate of a body, after the grace."""
+"""Minimum rate at which a body must arrive after the grace period."""
 STOP_S = 5.0
-"""Time that an unfinished body may take when the server stops."""
+"""How long an unfinished body may take when the server stops."""
 PROBE_S = 2.0
-"""Time that a connection reserved for probes may take to send its headers."""
+"""How long a connection reserved for probes may take to send its headers."""
 LINGER_S = 2.0
-"""Time that a refused client has to read the reason."""
+"""How long a refused client has to read the reason."""
 
 _errors = logging.getLogger("uvicorn.error.requests")
-_errors.setLevel(logging.ERROR)  # its warnings, one per request, are replaced by rate-limited reports
+_errors.setLevel(logging.ERROR)  # its warnings (one per request) are replaced by rate-limited reports
 _LINE_END = re.compile(rb"\r?\n")
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `shares`: the connections of its server. `arriving`: what held its place during the TLS handshake."""
+    """One connection. `shares`: the connections of its server. `arriving`: what held this connection's place during the TLS
+    handshake."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_left = 0
         """Bytes of a body of known length that have not arrived yet."""
         self._chunks: ChunkedBody | None = None
-        """A chunked body, until its last chunk begins."""
+        """A body that comes in chunks, until its last chunk begins."""
         self._unread = bytearray()
         """Data that has not been parsed yet."""
         self._hidden_framing = b""
-        """The header that gives the length of a body that the parser does not expect."""
+        """The header that gives the length of a body which the parser does not expect."""
         self._head_parser = self.parser
         self._stops_at: float | None = None
         self._has_place = True
@@ -136,7 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_deadline()
 
     def _read(self) -> None:
-        """Parse data up to the end of the request that is being read."""
+        """Parse data up to the end of the request that is currently being read."""
         start = 0
         while start < len(self._unread) and not (self._is_busy or self._refused or self.transport.is_closing()):
             end = self._piece_end(start)
@@ -152,13 +153,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_busy(self) -> bool:
-        """True if a request was read completely and is not answered yet."""
+        """True if a request has been read completely but not answered yet."""
         return self._in_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_end(self, start: int) -> int:
-        """The end of the next piece of unread data for the parser. A piece ends at the latest where a request ends: at the end
-        of its body, or of an empty line, which may have begun in earlier data. Each piece is one call of the parser, so no data
-        that a client may send is cut into many small pieces."""
+        """The end of the next piece of unread data for the parser. A piece ends no later than a request does: at the end of its
+        body, or of an empty line, which may have begun in earlier data. The parser is called once per piece, so nothing that a
+        client can send is cut into many small pieces."""
         if self._body_left:
             return min(start + self._body_left, len(self._unread))
         if self._chunks is not None:
@@ -196,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._bare_bytes = False, 0
         self.url = _origin_form(self.url)
         super().on_headers_complete()
-        if self.parser.get_method() == b"CONNECT":  # what follows is not HTTP
+        if self.parser.get_method() == b"CONNECT":  # the data that follows is not HTTP
             self.cycle.keep_alive = False
             return
         self._chunks = ChunkedBody() if codings else None
@@ -208,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_parts.append(body)
 
     def _take_body(self) -> None:
-        """Pass on all parts of a body that the parser found, in one call: its chunks may be many and small."""
+        """Pass on all parts of a body that the parser has found in one call, because its chunks may be many and small."""
         if not self._body_parts or self._refused:
             return
         body = b"".join(self._body_parts)
@@ -223,18 +224,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._hidden_framing:
             return
         super().on_message_complete()
-        self.flow.resume_reading()  # a long body paused it; a disconnect is noticed only while reading
+        self.flow.resume_reading()  # a long body paused reading; a disconnect is only noticed while reading
         self._in_head, self._has_begun, self.url = True, False, b""
-        self.cycle.more_body = False  # even if the request was answered before its end
-        if self.cycle.response_complete and not self.transport.is_closing():  # only now is its connection idle
+        self.cycle.more_body = False  # even if the request was answered before the body ended
+        if self.cycle.response_complete and not self.transport.is_closing():  # only now is the connection idle
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
         self.parser = self._head_parser
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Continue after the headers of a request that asks for another protocol. `HttpBorder` refuses WebSockets, and any
-        other upgrade may be ignored (RFC 9110, 7.8). The parser takes the request's body for data of that protocol, so
-        another parser reads it."""
+        """Continue after the headers of a request that asks for a different protocol. `HttpBorder` refuses WebSockets, and any
+        other upgrade may be ignored (RFC 9110, 7.8). The parser takes the request's body for data of that protocol, so a
+        different parser reads it."""
         if self._hidden_framing:
             head, self._hidden_framing = b"POST / HTTP/1.1\r\n%b\r\n\r\n" % self._hidden_framing, b""
             events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
@@ -292,8 +293,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ deadlines
 
     def _set_deadline(self) -> None:
-        """Set a deadline if the client has to send something. Idle connections between two requests are left to uvicorn
-        (`HttpAccess.idle_s`)."""
+        """Set a deadline if it is the client's turn to send something. Connections that are idle between two requests are left
+        to uvicorn (`HttpAccess.idle_s`)."""
         if self._refused:
             return
         cycle = self.cycle
@@ -311,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(after_s, self._end_body if reads_body else self._end_late)
 
     def _body_left_s(self) -> float:
-        """Seconds until the body is late."""
+        """How many seconds are left until the body is late."""
         assert self._body_since is not None
         allowed_s = min(self._access.body_s, BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S)
         due = self._body_since + allowed_s
@@ -360,13 +361,13 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals
 
     def send_400_response(self, msg: str) -> None:
-        """Called while a parser error is handled. Two readers may disagree about where such a request ends."""
+        """Called while a parser error is being handled. Two readers may disagree about where such a request ends."""
         self._counters.framing += 1
         error = sys.exception()
         cause = error.__context__ if isinstance(error, HttpParserCallbackError) else error
         line = f"this is not HTTP/1.1: {cause!s:.200}"
         if self.cycle is None and self._unread[:1] >= b"\x80":
-            # a ZeroMQ socket would take an answer for messages of ZMTP 1.0
+            # a ZeroMQ socket would mistake an answer for messages of ZMTP 1.0
             self._report_refusal(400, line)
             self._refused = True
             self._cancel_deadline()
@@ -382,7 +383,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusals.report(str(status), f"request of {self._who} refused: {line}")
 
     def _refuse(self, status: int, line: str) -> None:
-        """Answer instead of the application, and give the client time to read the answer."""
+        """Answer in place of the application, and give the client time to read the answer."""
         self._report_refusal(status, line)
         self._refused = True
         self._cancel_deadline()
@@ -407,14 +408,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _target_in(data: bytes) -> bytes:
-    """The target of an unparsed request; empty if it is incomplete."""
+    """The target of a request that has not been parsed; empty if it is incomplete."""
     words = data.split(b" ", 2)
     return words[1] if len(words) == 3 else b""
 
 
 def _origin_form(target: bytes) -> bytes:
-    """The path and query of a target like http://host/path, which clients send to proxies and servers must accept (RFC 9112,
-    3.2.2). Any other target without a leading slash becomes a path that no application serves."""
+    """The path and query of a target such as http://host/path. Clients send such targets to proxies, and servers must accept
+    them (RFC 9112, 3.2.2). Any other target without a leading slash becomes a path that no application serves."""
     if target.startswith(b"/"):
         return target
     scheme, _, rest = target.partition(b"://")
@@ -426,7 +427,7 @@ def _origin_form(target: bytes) -> bytes:
 
 
 def _certificate_names(certificate: Mapping[str, Any] | None) -> frozenset[str]:
-    """The names of a verified certificate: its URIs and DNS names, or its common name if it has neither (RFC 9525)."""
+    """The names in a verified certificate: its URIs and DNS names or, if it has neither, its common name (RFC 9525)."""
     if not certificate:
         return frozenset()
     names = {value for kind, value in certificate.get("subjectAltName", ()) if kind in ("URI", "DNS")}

@@ -1,4 +1,4 @@
-"""Finds where the chunks of a body end."""
+"""Finds out where the chunks of a body end."""
 
 import re
 
@@ -9,20 +9,20 @@ _NO_DIGIT = re.compile(rb"[^0-9A-Fa-f]")
 
 
 class ChunkedBody:
-    """Follows a body's chunks (RFC 9112, 7.1) without reading their content; data may be cut anywhere. Nothing is checked,
-    because the HTTP parser reads the same data."""
+    """Follows the chunks of a body (RFC 9112, 7.1) without reading their content; the data may be cut at any point. Nothing is
+    checked, because the HTTP parser reads the same data."""
 
     __slots__ = ("_cut_line", "_left")
 
     def __init__(self) -> None:
         self._left = 0
-        """Bytes of a chunk, and of the line end after it, that have not arrived yet."""
+        """How many bytes of a chunk, and of the line end after it, have not arrived yet."""
         self._cut_line = bytearray()
-        """The part of a chunk's size line that has arrived."""
+        """The part of a chunk's size line that has already arrived."""
 
     def find_trailers(self, data: bytearray, start: int) -> int | None:
-        """Follow new data, from `start` on. Returns the end of the last chunk's line, which the trailers follow; None if that
-        has not arrived."""
+        """Follow new data, from `start` on. Returns the end of the last chunk's line, after which the trailers follow; None if
+        that line has not arrived yet."""
         at = start + self._left
         self._left = 0
         while at < len(data):

@@ -1,6 +1,6 @@
-"""Limits the connections of an HTTP server: a share for each client address, and a reserve for probes.
+"""Limits the connections to an HTTP server: there is a share for each client address, and a reserve for probes.
 
-Idle connections make way for new ones, the longest idle first.
+Idle connections make way for new ones; those that have been idle the longest go first.
 """
 
 from enum import Enum
@@ -9,24 +9,24 @@ from typing import Generic, Protocol, TypeVar
 from kvatlas.addresses import parse_ip
 
 RESERVE = 64
-"""Connections above the limit that may request only the probes' paths. Up to the same number of further connections are
+"""Connections above the limit, which may only request the probes' paths. Up to the same number of further connections are
 refused with an answer."""
 RESERVE_SHARE = 8
-"""Limit of these connections per address."""
+"""Maximum number of these connections per address."""
 NEARLY_FULL = 0.95
-"""Nearly full: at least this share of the connections is in use."""
+"""The server is nearly full if at least this share of the connections is in use."""
 
 
 class Closable(Protocol):
     def close_idle(self) -> None:
-        """Close a connection between two requests."""
+        """Close a connection that is between two requests."""
 
 
 C = TypeVar("C", bound=Closable)
 
 
 class Place(Enum):
-    """Requests that a new connection may make."""
+    """The requests that a new connection may make."""
 
     FULL = "any request"
     PROBES = "probes alone"
@@ -46,10 +46,10 @@ class ConnectionShares(Generic[C]):
         self._count: dict[tuple[Place, str], int] = {}
         self._idle: dict[C, None] = {}
         self._idle_of: dict[str, dict[C, None]] = {}
-        """The idle connections of each address; here, as in `_idle`, the longest idle comes first."""
+        """The idle connections of each address; as in `_idle`, those that have been idle the longest come first."""
 
     def open(self, connection: C, address: str | None) -> Place:
-        """Add a connection. `address`: the client's, without its port; None if it has none, as on a Unix socket."""
+        """Add a connection. `address`: the client's address without its port; None if it has none, as on a Unix socket."""
         key = _network(address)
         if self._of(Place.FULL, key) >= self.share:
             self._drop_idle(key)
@@ -61,23 +61,23 @@ class ConnectionShares(Generic[C]):
         if len(self._probes) < RESERVE and self._of(Place.PROBES, key) < RESERVE_SHARE:
             self._add(self._probes, Place.PROBES, connection, key)
             return Place.PROBES
-        if len(self._refused) < RESERVE:  # a client may take its time to read a refusal while others arrive
+        if len(self._refused) < RESERVE:  # a client may take a while to read a refusal, while others arrive
             self._refused.add(connection)
             return Place.NONE
         return Place.DROPPED
 
     def describe_refusal(self, address: str) -> str:
-        """The reason why a connection got no place, in one line."""
+        """The reason why a connection was given no place, as one line."""
         most = f"{self.most} in all (--http-connections), {self.share} of one address"
         return f"connection of {address} refused: the most that are allowed are {most}"
 
     @property
     def is_nearly_full(self) -> bool:
-        """True if there is hardly any room for new connections. Idle ones don't count, because they make way."""
+        """True if there is hardly any room left for new connections. Idle ones don't count, because they make way."""
         return len(self._full) - len(self._idle) >= NEARLY_FULL * self.most
 
     def close(self, connection: C) -> None:
-        """Remove a connection that is closed or about to be. Removing it twice is fine."""
+        """Remove a connection that is closed or is about to be closed. Removing it twice is fine."""
         self.wake(connection)
         self._refused.discard(connection)
         for place, members in ((Place.FULL, self._full), (Place.PROBES, self._probes)):
@@ -115,7 +115,7 @@ class ConnectionShares(Generic[C]):
 
 
 def _network(address: str | None) -> str:
-    """The key of a client's share: a whole /64 for IPv6. An IPv4-mapped IPv6 address counts as IPv4."""
+    """The key of a client's share: for IPv6, a whole /64. An IPv4-mapped IPv6 address counts as IPv4."""
     ip = parse_ip(address or "")
     if ip is None:
         return address or ""

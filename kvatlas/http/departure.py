@@ -1,11 +1,11 @@
-"""Reports to a request's application that its client has disconnected."""
+"""Reports to the application of a request that the client has disconnected."""
 
 from collections.abc import Callable
 
 
 class Departure:
-    """Lets one request's application know that the client has disconnected or was refused; see `ON_LEAVE`. It has no reference
-    to the connection, which would be a cycle."""
+    """Lets the application of one request know that the client has disconnected or was refused; see `ON_LEAVE`. It has no
+    reference to the connection, because that would create a cycle."""
 
     __slots__ = ("_call", "_has_left")
 
@@ -20,11 +20,11 @@ class Departure:
             self._call = call
 
     def report(self) -> None:
-        """The client has disconnected."""
+        """Report that the client has disconnected."""
         call, self._call, self._has_left = self._call, None, True
         if call is not None:
             call()
 
     def forget(self) -> None:
-        """The request is answered."""
+        """Stop reporting, because the request has been answered."""
         self._call = None

@@ -1,4 +1,4 @@
-"""Errors as JSON, in the form of the API that a path belongs to: Anthropic's or OpenAI's."""
+"""Errors as JSON, in the form used by the API that a path belongs to: Anthropic's or OpenAI's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _ANTHROPICS_TYPES = {
 def error_form(
     path: str, status: int, line: str, *, code: str | None = None, param: str | None = None
 ) -> Mapping[str, Any]:
-    """The error's JSON object. `code` and `param` are OpenAI's; Anthropic's API has neither."""
+    """The JSON object of an error. `code` and `param` belong to OpenAI's API; Anthropic's has neither."""
     if path.startswith(_ANTHROPICS):
         kind = _ANTHROPICS_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": line}}

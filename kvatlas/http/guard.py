@@ -1,7 +1,7 @@
 """The checks between a connection and an application; `bounded_protocol` reads the requests.
 
-`HttpBorder` refuses requests without a Host or with two of them, bodies that are too long, WebSockets and, except for probes,
-requests without a token or, if the server has no tokens, those of web pages.
+`HttpBorder` refuses requests that don't have exactly one Host, bodies that are too long, and WebSockets. Except for probes, it
+also refuses requests without a token or, if the server has no tokens, requests from web pages.
 """
 
 import hmac
@@ -21,27 +21,27 @@ from kvatlas.http.error_form import error_form
 from kvatlas.runtime.rate_limited_log import RateLimitedLog
 
 CERTIFICATE = "kvatlas.certificate"
-"""Key in a request's scope: the names in its client's certificate, a frozenset."""
+"""Key in a request's scope: the names in the client's certificate, as a frozenset."""
 PROVEN = "kvatlas.proven"
-"""Key in a request's scope: the server's token that it carries, in bytes."""
+"""Key in a request's scope: the server's token that the request carries, in bytes."""
 ON_LEAVE = "kvatlas.on_leave"
-"""Key in a request's scope: a callable that takes a function to call if the client disconnects before the answer's end.
-Cheaper than a task that waits for the disconnect."""
+"""Key in a request's scope: a callable that takes a function to be called if the client disconnects before the end of the
+answer. This is cheaper than a task that waits for the disconnect."""
 TOO_MANY = "too many connections are open; try again later"
 _CODES = {401: "invalid_api_key"}
-"""Error codes as in OpenAI's API."""
+"""Error codes, as in OpenAI's API."""
 
 
 class BodyTooLong(HTTPException):
-    """Raised by an application's `receive`; Starlette answers 413."""
+    """Raised by an application's `receive`; Starlette answers with a 413."""
 
     def __init__(self, length: str, limit: int) -> None:
         super().__init__(413, f"the body has {length} bytes; expected at most {limit}")
 
 
 def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Callable[[BodyTooLong], None]) -> Receive:
-    """Wrap `receive` to raise BodyTooLong after `limit` bytes, or at once if more are `announced` (Content-Length; 0:
-    unknown). `on_too_long` is called first."""
+    """Wrap `receive` so that it raises BodyTooLong after `limit` bytes, or immediately if more are `announced` (Content-Length;
+    0: unknown). `on_too_long` is called first."""
     received = 0
 
     async def bounded() -> Message:
@@ -56,13 +56,13 @@ def bounded_body(receive: Receive, announced: int, limit: int, on_too_long: Call
         try:
             raise error
         finally:
-            del error  # its traceback has this frame: a cycle, which would keep the connection
+            del error  # its traceback refers to this frame, a cycle that would keep the connection alive
 
     return bounded
 
 
 class HttpBorder:
-    """An ASGI application in front of another one; passes on only requests that are allowed."""
+    """An ASGI application in front of another one, which passes on only those requests that are allowed."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HttpBorder:
         *,
         near: bool = False,
     ) -> None:
-        """`near`: it listens on loopback."""
+        """`near`: the server listens on loopback."""
         self._near = near
         self._application = application
         self._access = access
@@ -91,7 +91,7 @@ class HttpBorder:
             self._counters.framing += 1
             line = f"the request has {hosts} Host headers; expected one"
             await self._refuse(scope, send, 400, line, (b"connection", b"close"))
-        elif head_bytes > MOST_HEADER_BYTES:  # it arrived in one piece, so the protocol did not check its length
+        elif head_bytes > MOST_HEADER_BYTES:  # they arrived in one piece, so the protocol did not check their length
             self._counters.headers += 1
             line = f"the headers are longer than {MOST_HEADER_BYTES} bytes, which is the limit"
             await self._refuse(scope, send, 431, line, (b"connection", b"close"))
@@ -114,10 +114,10 @@ class HttpBorder:
             await self._application(scope, bounded, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        """True if the request has a valid token (`PROVEN`) or needs none. Browsers send no token with OPTIONS."""
+        """True if the request has a valid token (`PROVEN`) or needs none. Browsers don't send a token with OPTIONS."""
         if not self._access.tokens or scope["path"] in PROBES or scope["method"] == "OPTIONS":
             return True
-        # compare all of them, each in constant time, so that the duration reveals nothing about a token
+        # compare with all of them, each in constant time, so that the duration reveals nothing about any token
         shown = keys_in(scope["headers"])
         matched = [one for one in self._access.tokens for key in shown if hmac.compare_digest(key, one)]
         if matched:
@@ -142,7 +142,8 @@ class HttpBorder:
 
 
 class WithCertificate:
-    """The application on a connection whose client showed a certificate: adds its names to the scope (`CERTIFICATE`)."""
+    """The application on a connection whose client presented a certificate: adds the names in it to the scope
+    (`CERTIFICATE`)."""
 
     def __init__(self, application: Any, names: frozenset[str]) -> None:
         self._application: ASGIApp = application
@@ -153,7 +154,7 @@ class WithCertificate:
 
 
 class WithoutChunks:
-    """The application for a request of HTTP/1.0, whose client does not know chunks: an answer of unknown length ends when its
+    """The application for an HTTP/1.0 request, whose client does not know chunks: an answer of unknown length ends when its
     connection does."""
 
     def __init__(self, application: Any, cycle: RequestResponseCycle) -> None:
@@ -176,7 +177,7 @@ class WithoutChunks:
 
 
 class ProbesOnly:
-    """The application on a connection reserved for probes: it serves one request."""
+    """The application on a connection that is reserved for probes; it serves one request."""
 
     def __init__(self, application: Any) -> None:
         self._application: ASGIApp = application

@@ -1,4 +1,4 @@
-"""An HTTP server inside a process with other work: a bound socket, and uvicorn without signal handlers."""
+"""An HTTP server inside a process that does other work too: a bound socket, and uvicorn without signal handlers."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _log = logging.getLogger("kvatlas.http")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A bound socket, the access rules of its server, and the connections to it."""
+    """A bound socket, the access rules of the server behind it, and the connections to it."""
 
     socket: socket.socket
     access: HttpAccess
@@ -43,14 +43,14 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """The base URL."""
         host, port = self.socket.getsockname()[:2]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return f"{'https' if self.tls else 'http'}://{place}"
 
     @property
     def is_near(self) -> bool:
-        """True if it is on loopback."""
+        """True if the socket is bound to loopback."""
         return is_loopback(self.socket.getsockname()[0])
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ class Listener:
 
 
 def listen(host: str, port: int, what: str, access: HttpAccess | None = None, *, shared: bool = False) -> Listener:
-    """Bind a socket; port 0 takes a free port. `shared`: other processes may listen on it too. Raises SettingsError, naming
-    `what`, for an unusable address or certificate."""
+    """Bind a socket; port 0 takes a free port. `shared`: other processes may listen on it as well. Raises SettingsError, which
+    mentions `what`, if the address or the certificate is unusable."""
     access = access or HttpAccess()
     tls = access.tls_context()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -84,9 +84,10 @@ async def serve(
     grace_s: int = 1,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is started once the server accepts.
+    """Serve until cancelled, then give open responses `grace_s` to end. `task_status` is set to started once the server accepts
+    connections.
 
-    With a grace of 0, uvicorn logs that it cancelled tasks even if none were running.
+    With a grace period of 0, uvicorn would log that it cancelled tasks even if none were running.
     """
     access, counters, refusals = listener.access, HttpCounters(), RateLimitedLog(_log)
     protocol = partial(BoundedProtocol, access=access, shares=listener.shares, counters=counters, refusals=refusals)
@@ -96,7 +97,7 @@ async def serve(
         ws="none",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # a client's address is its connection's, whatever X-Forwarded-For says
+        proxy_headers=False,  # a client's address is that of its connection, whatever X-Forwarded-For says
         lifespan="off",
         timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=access.idle_s,
@@ -122,7 +123,7 @@ async def serve(
 
 
 class _Arriving:
-    """A connection whose TLS handshake is not complete. It takes a place like any other connection."""
+    """A connection whose TLS handshake has not been completed. It takes up a place like any other connection."""
 
     def close_idle(self) -> None:
         """Never called: it is never idle."""
@@ -131,8 +132,8 @@ class _Arriving:
 class _Server(uvicorn.Server):
     """A server that leaves signals to the process, and reports when it accepts connections.
 
-    With TLS, it accepts them itself: uvicorn would learn of a connection only after its handshake, which may take a minute,
-    and any number of clients could delay theirs.
+    With TLS, it accepts connections itself: uvicorn would only learn of a connection after its handshake, which may take a
+    minute, and any number of clients could delay theirs.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class _Server(uvicorn.Server):
         self._refusals = refusals
         self._task_status = task_status
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that accept connections, and one for each TLS handshake."""
+        """The tasks that accept connections, and one task for each TLS handshake."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,7 +187,7 @@ class _Server(uvicorn.Server):
             if place in (Place.FULL, Place.PROBES):
                 seconds = access.header_s if place is Place.FULL else min(PROBE_S, access.header_s)
                 self._run(self._agree(connection, tls, arriving, seconds))
-            else:  # before the handshake, its client can't be answered
+            else:  # the client can't be answered before the handshake
                 self._counters.too_many += 1
                 self._refusals.report("connections", shares.describe_refusal(address[0]))
                 shares.close(arriving)
@@ -199,7 +200,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(protocol, connection, ssl=tls, ssl_handshake_timeout=seconds)
-        except OSError:  # no TLS, or not in time
+        except OSError:  # the client does not speak TLS, or did not in time
             connection.close()
         finally:
             self._listener.shares.close(arriving)

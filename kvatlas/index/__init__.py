@@ -1,1 +1,1 @@
-"""The residency index: one protocol, three implementations (memory, Redis, SQLite)."""
+"""The residency index: one protocol and three implementations (memory, Redis, SQLite)."""

@@ -1,4 +1,4 @@
-"""The counts of one `apply`, with the single list of possible message outcomes."""
+"""The counts of one `apply`, and the only list of possible message outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from operator import add, sub
 
 @dataclass(slots=True)
 class ApplyCounts:
-    """Messages by outcome (see the fence in `kvatlas.index.protocol`), checks that failed, and what changed.
+    """Messages by outcome (see the fence in `kvatlas.index.protocol`), failed checks, and what has changed.
 
-    `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: block hashes and holders values. The
-    store's function returns these numbers in the order of these fields (`COUNTS` in `redis/functions/_apply.lua`).
+    `stored`, `removed`: residencies, one for each (block, tier). `bytes_written`: block hashes and holders values. The function
+    in the store returns its numbers in the order of these fields (`COUNTS` in `redis/functions/_apply.lua`).
     """
 
     applied: int = 0

@@ -1,6 +1,6 @@
-"""Direct writes: put, remove and clear, as messages of an incarnation that the caller publishes.
+"""Direct writes: put, remove and clear, turned into messages of an incarnation that the caller publishes.
 
-The index has only one way in: a direct write is an ordinary message, and the fence checks it like any other.
+There is only one way into the index: a direct write is an ordinary message, and the fence checks it like any other.
 """
 
 import time
@@ -24,7 +24,8 @@ _HASHES_A_MESSAGE = 32_768
 
 
 class DirectWrites(ABC):
-    """Adds put, remove, clear and `is_empty` to an index that has the rest; see `ResidencyIndex` for their promises."""
+    """Adds put, remove, clear and `is_empty` to an index that has everything else; see `ResidencyIndex` for what they
+    promise."""
 
     partitions: int
     shards: int
@@ -40,7 +41,7 @@ class DirectWrites(ABC):
 
     @abstractmethod
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
-        """Note whether these blocks of the worker's active holder are pinned in the tier."""
+        """Note whether these blocks of the worker's active holder are pinned in this tier."""
 
     async def is_empty(self) -> bool:
         return await self.length() == 0
@@ -57,9 +58,7 @@ class DirectWrites(ABC):
         pinned: bool = False,
     ) -> None:
         before = parent.to_bytes(HASH_BYTES, "little") if parent is not None else None
-        if (
-            tier is not Tier.HBM and use.block_bytes
-        ):  # the size of blocks in this tier, not of those in the device's memory
+        if tier is not Tier.HBM and use.block_bytes:  # the size of the blocks in this tier, not in the device's memory
             use = replace(use, block_bytes=0, tier_bytes=((tier, use.block_bytes),))
         for first in range(0, len(hashes), _HASHES_A_MESSAGE * HASH_BYTES):
             part = hashes[first : first + _HASHES_A_MESSAGE * HASH_BYTES]

@@ -1,7 +1,7 @@
 """Overlap by galloping: exact from a few probes, because residency is prefix-closed.
 
-Along a chain, active holders can only disappear. So equal values at two places mean equal active holders between them, and
-a block without a holder ends the overlap. The Lua twin of this file is `redis/functions/overlap.lua`.
+Along a chain, active holders can only disappear. Equal values at two places therefore mean that the active holders between them
+are equal too, and a block without a holder ends the overlap. The twin of this file in Lua is `redis/functions/overlap.lua`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ Runs = tuple[Sequence[bytes], Sequence[int]]
 
 
 def gallop(get: Callable[[bytes], bytes | None], hashes: bytes, stride: int = STRIDE, guess: bytes = b"") -> Runs:
-    """Runs of equal holders over packed hashes; `get` returns a block's holders value, None if it has no holder.
+    """Runs of equal holders over packed hashes; `get` returns the holders value of a block, None if it has no holder.
 
-    Probes where runs are likely to begin and end (`guess`, see `RunGuesses`), then every `stride` blocks, and bisects only
-    between probes that differ.
+    Probes the places where runs are likely to begin and end (`guess`, see `RunGuesses`), then every `stride` blocks, and
+    bisects only between probes that differ.
     """
     first = get(hashes[:HASH_BYTES])
     if first is None:
@@ -70,7 +70,7 @@ def _probes(count: int, stride: int, guess: bytes) -> _Probes:
 
 
 def walk(get: Callable[[bytes], bytes | None], hashes: bytes) -> Runs:
-    """The same runs as `gallop`, by reading every block."""
+    """The same runs as `gallop` returns, found by reading every block."""
     count = len(hashes) // HASH_BYTES
     values: list[bytes] = []
     starts: list[int] = []
@@ -94,7 +94,7 @@ def _bisect(
     starts: list[int],
     values: list[bytes],
 ) -> int | None:
-    """Append the runs that start in (left, right], in order. Returns the first block without a holder, if it is in that
+    """Append the runs that start in (left, right], in order. Returns the first block without a holder, if it lies in that
     range."""
     open_intervals = [(left, left_value, right, right_value)]
     while open_intervals:
@@ -121,8 +121,8 @@ def _to_runs(values: list[bytes], starts: list[int], stop: int) -> Runs:
 
 
 def differences(galloped: Overlap, walked: Overlap) -> Sequence[tuple[str, int, int]]:
-    """(worker, depth by galloping, depth by a walk) of every worker whose two depths differ, sorted; then the same for how
-    far workers with marks can resume the chain."""
+    """(worker, depth by galloping, depth by a walk) for every worker whose two depths differ, sorted; then the same for how far
+    workers with marks can resume the chain."""
     return tuple(
         (worker, fast.get(worker, 0), slow.get(worker, 0))
         for fast, slow in ((galloped.depths(), walked.depths()), (galloped.reach(), walked.reach()))

@@ -1,6 +1,6 @@
-"""Holders values: who holds a block, as entries of 4 bytes (holder number, flags), sorted by number.
+"""Holders values, which say who holds a block: entries of 4 bytes (holder number, flags), sorted by number.
 
-They are sorted so that equal holders are equal bytes. The Lua twin of this file is `redis/functions/_blocks.lua`.
+They are sorted so that equal holders give equal bytes. The twin of this file in Lua is `redis/functions/_blocks.lua`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from kvatlas.blocks.tiers import TIER_MASK
 NUMBER_BYTES = 3
 MAX_HOLDER = (1 << 24) - 1
 CACHED_VALUES = 4_096
-"""About 3 MB with 64 holders per block. Blocks of one message mostly have equal holders; those of later messages rarely do."""
+"""About 3 MB with 64 holders per block. The blocks of one message mostly have equal holders; those of later messages rarely
+do."""
 
 
 def number_bytes(number: int) -> bytes:
@@ -26,7 +27,7 @@ def entries_of(value: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def depths_by_number(values: Sequence[bytes], lengths: Sequence[int]) -> dict[bytes, int]:
-    """Number of leading blocks that each holder of the first run has."""
+    """The number of leading blocks that each holder in the first run holds."""
     going = {number for number, _ in entries_of(values[0])}
     depths, position = {}, 0
     for value, length in zip(values, lengths, strict=True):
@@ -38,7 +39,7 @@ def depths_by_number(values: Sequence[bytes], lengths: Sequence[int]) -> dict[by
 
 
 def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
-    """(position of the holder's entry, True), or (position where it belongs, False)."""
+    """(position of the holder's entry, True), or (position where the entry belongs, False)."""
     for at in range(0, len(value), HOLDER_ENTRY_BYTES):
         here = value[at : at + NUMBER_BYTES]
         if here == number:
@@ -49,14 +50,14 @@ def find_entry(value: bytes, number: bytes) -> tuple[int, bool]:
 
 
 def without_holder(value: bytes, number: bytes) -> bytes:
-    """The value without the holder's entry, whatever its tiers."""
+    """The value without the holder's entry, whatever its tiers are."""
     at, found = find_entry(value, number)
     return value[:at] + value[at + HOLDER_ENTRY_BYTES :] if found else value
 
 
 @lru_cache(CACHED_VALUES)
 def with_entry(value: bytes, number: bytes, tier_bit: int) -> bytes:
-    """The value after a store. Cached, so equal holders are mostly the same object."""
+    """The value after a store. Cached, so that equal values are mostly the same object."""
     at, found = find_entry(value, number)
     old = value[at + NUMBER_BYTES] if found else 0
     rest = value[at + HOLDER_ENTRY_BYTES :] if found else value[at:]

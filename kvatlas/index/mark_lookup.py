@@ -1,9 +1,10 @@
-"""The depth at which each holder with marks can resume a chain: exact, from a few fields.
+"""The depth at which each holder with marks can resume a chain: an exact answer from a few fields.
 
-A worker whose residency does not show what its engine reuses (a hybrid model) has marks. `marks` has a value for each
-marked block: the numbers of the holders that can resume there. `heads` has a value for each head, a block whose index is a
-multiple of SEGMENT: one entry per holder with a marked block among the SEGMENT indices from the head on, with a bit for
-each offset with a mark on any branch below the head. So a bit may belong to another branch; only the mark itself counts.
+A worker whose residency does not show what its engine reuses (a hybrid model) has marks. `marks` has a value for each marked
+block: the numbers of the holders that can resume there. `heads` has a value for each head, which is a block whose index is a
+multiple of SEGMENT: one entry per holder with a marked block among the SEGMENT indices from the head on, with a bit for each
+offset at which there is a mark on any branch below the head. A bit may thus belong to a different branch; only the mark itself
+counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,29 +15,29 @@ from kvatlas.errors import InvalidValue
 from kvatlas.index.holder_entries import NUMBER_BYTES
 
 SEGMENT = 64
-"""Blocks per head; a head has one bit for each."""
+"""The number of blocks per head; a head has one bit for each."""
 
 HEAD_SUFFIX = b"h"
-"""Follows a head's hash in its field if one HASH has both marks and heads."""
+"""Follows a head's hash in its field if the same HASH holds both marks and heads."""
 
 HIGHEST_POSITION = (1 << 32) - 1
 BITS_BYTES = 8
 HEAD_ENTRY_BYTES = NUMBER_BYTES + BITS_BYTES
-"""An entry of a head's value: the holder's number, then its bits, big-endian. Entries are sorted by number."""
+"""An entry in a head's value: the holder's number, then its bits, big-endian. Entries are sorted by number."""
 
 Get = Callable[[bytes], bytes | None]
 
 
 class MarkedHolder(NamedTuple):
-    """A holder with marks: the number of leading blocks of the chain that it has, and the number of blocks by which a position
-    lies before its mark."""
+    """A holder with marks: how many leading blocks of the chain it holds, and by how many blocks a position lies before its
+    mark."""
 
     depth: int
     dropped: int = 0
 
 
 def check_reach(first_index: int, limit: int | None) -> tuple[int, int]:
-    """The index of a lookup's first block, and the highest position that it may find. Raises InvalidValue if the first
+    """The index of a lookup's first block, and the highest position that the lookup may find. Raises InvalidValue if the first
     block is not a head."""
     if first_index < 0 or first_index % SEGMENT:
         raise InvalidValue(f"lookup from block {first_index}; expected a multiple of {SEGMENT}")
@@ -51,11 +52,11 @@ def deepest_positions(
     limit: int,
     first_index: int = 0,
 ) -> dict[bytes, int]:
-    """The deepest position, at most `limit` blocks, at which each of the holders can resume the chain of packed hashes.
+    """For each of the holders, the deepest position, at most `limit` blocks, at which it can resume the chain of packed hashes.
 
-    Holders that can't resume anywhere are absent. `get_head` and `get_mark` return the values for a block's packed hash.
-    `first_index`: index of the first hash in the chain, a multiple of SEGMENT; depths count from there, positions from the
-    chain's start.
+    Holders that can't resume anywhere are absent. `get_head` and `get_mark` return the value for a block's packed hash.
+    `first_index`: the index of the first hash in the chain, a multiple of SEGMENT. Depths count from there, positions from the
+    start of the chain.
     """
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
@@ -76,7 +77,7 @@ def deepest_positions(
 def walk_positions(
     get_mark: Get, hashes: bytes, holders: Mapping[bytes, MarkedHolder], limit: int, first_index: int = 0
 ) -> dict[bytes, int]:
-    """The same as `deepest_positions`, by checking every block."""
+    """The same as `deepest_positions`, but found by checking every block."""
     found: dict[bytes, int] = {}
     for number, (depth, dropped) in holders.items():
         for index in range(min(depth, limit + dropped - first_index) - 1, -1, -1):
@@ -93,7 +94,7 @@ def bits_in(value: bytes | None, number: bytes) -> int:
 
 
 def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool]:
-    """(position of the entry that begins with this number, True), or (position where it belongs, False)."""
+    """(position of the entry that begins with this number, True), or (position where such an entry belongs, False)."""
     low, high = 0, len(value) // entry_bytes
     while low < high:
         middle = (low + high) // 2
@@ -106,13 +107,13 @@ def find_sized(value: bytes, number: bytes, entry_bytes: int) -> tuple[int, bool
 
 
 def without_sized(value: bytes, number: bytes, entry_bytes: int) -> bytes:
-    """The value without the holder's entry; the same object if it has none."""
+    """The value without the holder's entry; the same object if there is no such entry."""
     at, found = find_sized(value, number, entry_bytes)
     return value[:at] + value[at + entry_bytes :] if found else value
 
 
 def has_mark(value: bytes | None, number: bytes) -> bool:
-    """True if the holder is in a mark's value."""
+    """True if the holder is listed in a mark's value."""
     return value is not None and find_sized(value, number, NUMBER_BYTES)[1]
 
 

@@ -1,8 +1,8 @@
-"""Guesses where the runs of a lookup begin and end, from an earlier lookup with the same start.
+"""Guesses where the runs of a lookup begin and end, based on an earlier lookup with the same start.
 
-Prompts share starts, and their holders change slowly. A lookup that probes these places first finds in one step what would
-otherwise take several steps. A wrong guess costs probes but never changes an answer: intervals whose ends differ are searched
-as usual.
+Prompts share starts, and the holders of these change slowly. A lookup that probes the guessed places first finds in one step
+what would otherwise take several steps. A wrong guess costs probes but never changes an answer: intervals whose ends differ are
+searched as usual.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ MOST_RUNS = 128
 
 
 class RunGuesses:
-    """Guesses for one shard. The least recently used start is dropped first."""
+    """Guesses for one shard. The start that was least recently used is dropped first."""
 
     def __init__(self, most_starts: int = MOST_STARTS) -> None:
         self._most_starts = most_starts
@@ -30,8 +30,8 @@ class RunGuesses:
         return len(self._kept)
 
     def find(self, hashes: bytes) -> bytes:
-        """Places to probe, as block indexes from the chain's first block: packed u32 (big-endian), ascending. They come
-        from the longest known start; empty if none is known."""
+        """Places to probe, as block indexes from the chain's first block: packed u32 (big-endian), ascending. They come from
+        the longest start that is known; empty if none is."""
         kept = self._kept
         for end in range(len(hashes) - len(hashes) % STEP_BYTES, 0, -STEP_BYTES):
             start = hashes[end - HASH_BYTES : end]
@@ -41,7 +41,7 @@ class RunGuesses:
         return b""
 
     def keep(self, hashes: bytes, lengths: Sequence[int], used: bytes) -> None:
-        """Remember the run lengths of a chain; `used`: what `find` returned for it."""
+        """Remember the run lengths of a chain; `used`: what `find` returned for this chain."""
         guess = _pack_places(tuple(lengths)) if len(lengths) <= MOST_RUNS else b""
         if guess == used:
             return
@@ -58,7 +58,7 @@ class RunGuesses:
 
 @lru_cache(maxsize=512)
 def _pack_places(lengths: tuple[int, ...]) -> bytes:
-    """The last block of each run, and the one after it; a run of one block is one place."""
+    """The last block of each run and the block after it; a run of one block is one place."""
     places: list[int] = []
     end = 0
     for length in lengths:

@@ -1,8 +1,8 @@
-"""Byte-seconds of residency: how much of the engines' memory a tenant's blocks took, and for how long.
+"""Byte-seconds of residency: how much of the engines' memory a tenant's blocks took up, and for how long.
 
-A worker's bytes count from the call that applied their message to the one that removed them, by the store's clock; those of a
-snapshot from its end. A block's size is the last one that its worker reported; blocks of unknown size count as 0, as in
-`ResidentBlocks`.
+The bytes of a worker count from the call that applied the message about them until the call that removed them, by the store's
+clock; those of a snapshot count from its end. The size of a block is the last one that its worker reported; blocks of unknown
+size count as 0, as in `ResidentBlocks`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +14,8 @@ from kvatlas.identity import Scope
 
 @dataclass(frozen=True, slots=True)
 class ResidentUse:
-    """Usage of one scope in one tier by all workers, since the index began. `scope=None`: all scopes with forgotten
-    names."""
+    """The usage of one scope in one tier by all workers, since the index began. `scope=None`: all scopes whose names have been
+    forgotten."""
 
     scope: Scope | None
     tier: Tier
@@ -23,7 +23,7 @@ class ResidentUse:
 
 
 def sum_use(amounts: Iterable[tuple[bytes, Tier, float]], scopes: Mapping[bytes, Scope]) -> list[ResidentUse]:
-    """Sum (scope id, tier, byte-seconds) by the scopes' text, then by tier."""
+    """Sum up (scope id, tier, byte-seconds), ordered by the text of the scopes, then by tier."""
     found: dict[tuple[Scope | None, Tier], float] = {}
     for scope_id, tier, amount in amounts:
         place = scopes.get(scope_id), tier

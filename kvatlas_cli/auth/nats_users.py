@@ -34,12 +34,12 @@ from kvatlas.fleet.identities import Identities, Identity
 
 INDEXER, ROUTER, AUDITOR = "indexer", "router", "auditor"
 EVERY_PUBLISHER = Identities({"publisher": Identity(workers=("*",))})
-"""One user for all publishers: each may speak for every worker."""
+"""A single user for all publishers, each of which may speak for every worker."""
 
 
 class Method(StrEnum):
     """How a user proves its identity: a password (the server has its bcrypt hash), an NKey (the server has the public
-    half), or a certificate (the server has `verify_and_map`; a name in the certificate is the user's)."""
+    half), or a certificate (the server has `verify_and_map`; the user's name is one of those in the certificate)."""
 
     PASSWORD = "password"  # noqa: S105  # the name of a method
     NKEY = "nkey"
@@ -48,8 +48,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: it may answer each
-    request once."""
+    """Subjects that a user may publish to and subscribe to. `denied`: exceptions to both. `responds`: the user may
+    answer each request once."""
 
     publish: Sequence[str]
     subscribe: Sequence[str]
@@ -74,7 +74,7 @@ def inbox_of(user: str) -> str:
 
 def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: bool = False) -> dict[str, Permissions]:
     """The permissions of each user, by name. `with_routers`: include a user for routers that keep a local copy (they read the
-    stream) or whose engines fetch by hashes. Raises InvalidValue for a publisher that has another user's name."""
+    stream) or whose engines fetch by hashes. Raises InvalidValue for a publisher that has the name of another user."""
     for taken in (INDEXER, ROUTER, AUDITOR):
         if taken in identities.by_user:
             raise InvalidValue(
@@ -144,7 +144,8 @@ def nats_permissions(identities: Identities = EVERY_PUBLISHER, *, with_routers: 
 
 
 def render_nats_users(users: Mapping[str, Permissions], proofs: Mapping[str, str]) -> str:
-    """The `authorization` block. `proofs`: the text before each user's permissions, including its name or key."""
+    """The `authorization` block of the configuration. `proofs`: the text that precedes each user's permissions,
+    including its name or key."""
     lines = [
         "# Written by `kvatlas auth nats`; include it in nats-server's configuration.",
         "authorization {",

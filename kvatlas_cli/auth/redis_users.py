@@ -2,7 +2,7 @@
 
 A store checks the commands inside a function against the permissions of the calling user. So each user gets the commands
 that its functions use, only on its keys; direct calls that bypass the functions are restricted in the same way. For the same
-reason no function is allowed by name: names change with every version, and would grant nothing beyond the commands.
+reason, no function is allowed by name: names change with every version, and would grant nothing beyond the commands.
 
 Commands that read a whole key, or as much of it as the caller asks for, are allowed only on small keys.
 """
@@ -27,7 +27,7 @@ _CONNECT = ("auth", "hello", "ping", "select")
 _CLUSTER = ("asking", "cluster|slots", "command", "readonly")
 """Commands that redis-py sends to the nodes of a cluster. `command` lists the server's commands."""
 _ONE_FIELD = ("exists", "hexists", "hget", "hlen", "hmget")
-"""Reads whose duration depends only on the length of the command."""
+"""Read commands whose duration depends only on the length of the command."""
 _SERVER = ("config|get", "function|list", "info", "role")
 """Commands that only `doctor` and the indexers' checks need. `config|get` shows passwords in the server's configuration."""
 _OF_TENANTS = ("zadd", "zcard", "zrangebyscore", "zrem")
@@ -40,7 +40,7 @@ _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
 _ALL_KEYS = "kva:*"
 _SMALL_FLEET_KEYS = (f"{LAYOUT}*", POOLS)
 _ACTIVE_KEYS = "kva:{s*}:active"
-"""Worker names by holder: as many as there are workers."""
+"""The key for worker names by holder, of which there are as many as workers."""
 _POOL = "*"
 """Placeholder for every pool."""
 _READS = frozenset(
@@ -72,7 +72,7 @@ def redis_users(*, with_replicas: bool = False) -> dict[str, str]:
             _commands(INDEX_LIBRARY, POOL_LIBRARY, FLEET_LIBRARY),
         ),
         # `info` shows whether a replica hears from its primary
-        # a call needs write access to all its keys; commands inside the function are checked separately
+        # a call needs write access to all of its keys; the commands inside the function are checked separately
         "router": " ".join(
             [
                 _rule([f"%R~{_ALL_KEYS}"], everybody, _ONE_FIELD, whole_index),

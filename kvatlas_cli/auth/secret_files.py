@@ -15,7 +15,7 @@ _NEXT_URL = re.compile(r",(?=\s*[a-z+]+://)")
 
 
 class SecretFolder:
-    """Raises OSError, naming the file, for a folder that can't be written."""
+    """Raises OSError, whose message names the file, for a folder that can't be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class SecretFolder:
         return file
 
     def keep(self, name: str, make: Callable[[], str]) -> str:
-        """The content of the file, which is created if missing."""
+        """The content of the file, which is created if it is missing."""
         file = self.folder / name
         if not file.exists():
             self.write(name, make() + "\n")
@@ -40,7 +40,7 @@ class SecretFolder:
 
     def passwords(self, users: list[str], suffix: str, server_url: str) -> Mapping[str, str]:
         """Each user's password, in a file `<user>.<suffix>` with the URL to connect with. Raises InvalidValue for a file with
-        other content."""
+        any other content."""
         found: dict[str, str] = {}
         for user in users:
             name = f"{user}.{suffix}"
@@ -50,7 +50,7 @@ class SecretFolder:
                 raise InvalidValue(
                     f"{self.folder / name} is not a URL of user {user}; expected a file that this command wrote, or none"
                 )
-            self.write(name, login_url(server_url, user, password) + "\n")  # the server may have moved
+            self.write(name, login_url(server_url, user, password) + "\n")  # the server's address may have changed
             found[user] = password
         return found
 

@@ -103,7 +103,7 @@ _USED_BY = {
 
 
 def _prove(folder: SecretFolder, users: Sequence[str], method: Method, nats_url: str) -> Mapping[str, str]:
-    """The text before each user's permissions; also writes the secrets."""
+    """The text that precedes each user's permissions. Also writes the secrets."""
     if method is Method.CERTIFICATE:
         return {user: f"user: {user}" for user in users}
     if method is Method.NKEY:

@@ -68,7 +68,8 @@ async def _examine(settings: DoctorSettings, found: list[Finding]) -> None:
 
 
 async def _list_pods(selector: str, found: list[Finding]) -> dict[str, str]:
-    """The expected workers, from their pods. Raises SettingsError outside a pod. Pods that can't be listed are a finding."""
+    """The expected workers, from their pods. Raises SettingsError outside a pod. If the pods can't be listed, that is a
+    finding."""
     from kvatlas_router.gateway.kubernetes_api import open_kubernetes_api  # needs the extra
 
     async with open_kubernetes_api() as api:
@@ -130,7 +131,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def _print_wrapped(line: str, margin: str, width: int) -> None:
-    """Print a wrapped line; with `width` 0 it is not wrapped."""
+    """Print a line, wrapped to `width`; if that is 0, the line is not wrapped."""
     print("\n".join(wrap(line, width, "", margin)) if width > len(margin) + 20 else line)
 
 

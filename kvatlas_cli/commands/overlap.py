@@ -53,7 +53,7 @@ def _row(worker: WorkerOverlap) -> list[str]:
 
 
 def _notes(worker: WorkerOverlap) -> str:
-    """Why its usable tokens end where they do, and why there may be fewer."""
+    """Why the worker's usable tokens end where they do, and why there may be fewer."""
     return "; ".join(filter(None, (worker.why, worker.upper_bound)))
 
 

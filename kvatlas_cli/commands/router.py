@@ -16,7 +16,8 @@ def router(settings: ProxySettings) -> None:
         return
 
     def flags(number: int) -> list[str]:
-        """The flags of one process. Each gets an operators' port of its own, because it shows only its own state."""
+        """The flags of one process. Each process gets an operators' port of its own, because a process shows only its
+        own state."""
         port = settings.control_at + number if settings.control_at else 0
         return ["--control-port", str(port), *replica_flags(settings, number)]
 

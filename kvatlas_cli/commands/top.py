@@ -1,4 +1,4 @@
-"""`kvatlas top`: the workers live in a terminal; elsewhere the table of `kvatlas workers`, once."""
+"""`kvatlas top`: shows the workers live in a terminal; elsewhere, prints the table of `kvatlas workers` once."""
 
 import sys
 
@@ -14,7 +14,7 @@ from kvatlas_cli.runner import run_service
 from kvatlas_cli.store_connection import connect_store, open_index
 
 LIVE_COLUMNS = ("worker", "state", "blocks", "running", "waiting", "cache", "age")
-"""The columns that change; together they fit into 80 characters."""
+"""The columns that change; all of them together fit into 80 characters."""
 
 
 @with_settings(TopSettings)

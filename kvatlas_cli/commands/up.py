@@ -45,9 +45,9 @@ LOCK_FILE = "up.lock"
 LOOPBACK = "127.0.0.1"
 ROUTABLE_S = 10.0
 GRACE_S = 5.0
-"""Time for answers in progress to finish after Ctrl-C."""
+"""Time that answers in progress have to finish after Ctrl-C."""
 DECISION_MS = 1_000.0
-"""All parts share this machine, as in the demo, so the store may have to wait for a core."""
+"""The decision deadline. As in the demo, all parts share this machine, so the store may have to wait for a core."""
 _POLL_S = 0.05
 NOT_IN_WORKER_ID = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -112,7 +112,8 @@ def parse_engine(text: str) -> dict[str, str]:
 
 
 def _check_values(flags: dict[str, str]) -> None:
-    """Check the flags' values. Raises SettingsError in terms of `--engine`, because the user did not write these flags."""
+    """Check the values of the flags. Raises SettingsError, worded in terms of `--engine`, because the user did not write
+    these flags."""
     to_be_discovered = {"engine": EngineKind.VLLM, "model_id": "m"}
     if flags.get("engine") != EngineKind.TENSORRT_LLM:
         to_be_discovered["endpoint"] = "tcp://127.0.0.1:1"
@@ -189,7 +190,7 @@ async def _up(settings: UpSettings, engines: list[dict[str, str]], as_json: bool
 
 
 async def _run_router(settings: ProxySettings, *, task_status: TaskStatus[str]) -> None:
-    """Run the router, and report its URL to `task_status` once it takes requests."""
+    """Run the router, and report its URL to `task_status` once it accepts requests."""
     from kvatlas_router.proxy_service import run_proxy  # needs the extra
 
     await run_proxy(settings, ready=task_status.started)
@@ -212,7 +213,8 @@ async def _wait_until_routable(settings: ProxySettings, workers: Set[str]) -> No
 
 @contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel drops with the process. Raises SettingsError if another process has it."""
+    """Hold the folder's lock, which the kernel releases when the process ends. Raises SettingsError if another process
+    holds it."""
     with (state_dir / LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -50,7 +50,7 @@ async def _workers(settings: QuerySettings, as_json: bool) -> None:
 
 
 async def read_rows(index: RedisIndex, records: Mapping[str, FleetRecord]) -> list[tuple[str, ...]]:
-    """A row of COLUMNS for each worker, by name. Raises Unreachable."""
+    """A row of COLUMNS for each worker, sorted by name. Raises Unreachable."""
     now_us = time.time_ns() // 1_000
     return [_row(record, await _count_held(index, name), now_us) for name, record in sorted(records.items())]
 
@@ -61,8 +61,8 @@ def print_workers(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 class _Held(NamedTuple):
-    """Content of a worker's active holder. `resumable`: number of marked blocks, after which a prompt can resume; None for a
-    worker without marks (it can resume after every block), or if unknown (`EngineEndpoint.upper_bound`)."""
+    """The content of a worker's active holder. `resumable`: the number of marked blocks, after which a prompt can resume;
+    None for a worker without marks (it can resume after any block), or if unknown (`EngineEndpoint.upper_bound`)."""
 
     residencies: int
     resumable: int | None

@@ -1,6 +1,6 @@
 """`kvatlas doctor`: checks that an installation is set up correctly, and that every part of it is alive.
 
-Each check reads first and then judges; judging takes values and returns findings.
+Each check first reads and then judges. Functions that judge take values and return findings.
 """
 
 from kvatlas_cli.doctor.examination import examine

@@ -1,4 +1,4 @@
-"""Our own certificates: those on disk, those in use, and how many days they remain valid."""
+"""Our own certificates: those on disk, those in use, and for how many days they remain valid."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def own_certificates(nats: NatsAccess, redis: RedisAccess | str) -> Sequence[Cer
 
 
 def judge_certificates(where: str, states: Sequence[CertificateState]) -> Iterator[Finding]:
-    """`where`: the process that uses them."""
+    """Judge certificates. `where`: the process that uses them."""
     for state in states:
         line = f"{where}, {state.what}: {state.file} is in use, {_left(state.in_use_days)}; on disk {_left(state.on_disk_days)}"
         days = [one for one in (state.in_use_days, state.on_disk_days) if one is not None]

@@ -7,7 +7,7 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 MAX_SKEW_US = 1_000_000
 WRONG_US = 60_000_000
-"""Above this difference a clock is plainly wrong, and all figures that depend on it are meaningless."""
+"""Above this difference, a clock is plainly wrong, and all figures that depend on it are meaningless."""
 _ADVICE = "synchronize the clocks (NTP); reported lags and ages are wrong by the difference"
 
 
@@ -34,10 +34,10 @@ def judge_clocks(
 def indexers_ahead(
     records: Mapping[str, FleetRecord], heard: Collection[str], owners: Mapping[str, str], now_us: int
 ) -> dict[str, int]:
-    """How far each indexer's clock is ahead of ours (negative: behind), by the times at which it says it heard live workers.
-    Leaves out clocks that may be right.
+    """How far each indexer's clock is ahead of ours (negative: behind), judging by the times at which it claims to have heard
+    live workers. Leaves out clocks that may be right.
 
-    `heard`: workers that we also hear; the owners of their partitions write their records each second. `owners`: each worker's
+    `heard`: workers that we hear too; the owners of their partitions write their records every second. `owners`: each worker's
     indexer, if known. An unknown indexer is named ''.
     """
     ages: dict[str, list[int]] = {}

@@ -39,19 +39,20 @@ from kvatlas_cli.doctor.heartbeats import HeartbeatListener, Told
 LONGEST_S = 9.0
 """Maximum duration of an examination, whatever hangs, unless `wait` is set."""
 MOST_CALLS = 60
-"""Limit of sequential calls to the store."""
+"""Maximum number of sequential calls to the store."""
 SETTLE_S = 6.0
-"""Longest wait for states that settle on their own during a rolling update. An indexer takes over a partition in 5 s."""
+"""Longest wait for states that settle on their own during a rolling update. An indexer takes over a partition within 5
+s."""
 _POLL_S = 0.2
 START = "indexers.start"
 _RETRIED = "once this is fixed, the indexers start automatically"
 _CAUSES = (START, "nats.reachable", "store.reachable")
 _FOLLOWS = ("nats.stream", "nats.other", "indexers.members", "indexers.leases", "workers.index", "workers.settings")
-"""Checks that fail because no indexer could start."""
+"""Checks that fail merely because no indexer could start."""
 _WITHOUT_NATS = ("indexers.members", "indexers.leases", "workers.heartbeats")
-"""Checks that fail without NATS: indexers then lose their leases and hear no workers."""
+"""Checks that fail without NATS: indexers then lose their leases and no longer hear workers."""
 _MAX_ROUND_TRIP_US = 200_000
-"""The store's clock is not compared if reading it took longer."""
+"""The store's clock is not compared if reading it took longer than this."""
 
 
 class _Order(NamedTuple):
@@ -68,7 +69,7 @@ class _Order(NamedTuple):
 
 
 class _Bus(NamedTuple):
-    """NATS during the examination. `stream=None`: there is no event stream. `answers`: JetStream answers."""
+    """NATS during the examination. `stream=None`: there is no event stream. `answers`: JetStream is answering."""
 
     client: Client
     name: str
@@ -116,9 +117,9 @@ async def examine(
     on_wait: Told | None = None,
     on_step: Told = lambda _: None,
 ) -> list[Finding]:
-    """Run all possible checks. The first findings say whether requests are served; the store's come next.
+    """Run all possible checks. The first findings say whether requests are served; those about the store come next.
 
-    `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens to
+    `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens for
     heartbeats for `listen_s`, and waits up to `settle_s` for states that may settle on their own. Without `wait`, a server
     that does not answer is a finding, and the examination takes at most LONGEST_S, or `listen_s` if that is longer, plus
     MOST_CALLS round trips if the store is far away.
@@ -152,8 +153,8 @@ async def examine(
 
 
 def _answer_first(found: Sequence[Finding], *, heard_up: bool) -> list[Finding]:
-    """The findings, starting with whether requests are served. Drops errors that only follow from NATS being down, or from
-    indexers that report why they can't start. `heard_up`: an engine that is up was heard."""
+    """The findings, starting with whether requests are served. Errors that merely follow from NATS being down, or from
+    indexers that report why they can't start, are dropped. `heard_up`: an engine that is up has been heard."""
     if any(one.check == START for one in found):
         found = _drop_errors(found, _FOLLOWS)
     if any(one.check == "nats.reachable" and one.level is Level.ERROR for one in found):
@@ -205,7 +206,7 @@ async def _listen(client: Client, name: str, found: list[Finding], order: _Order
         line = f"JetStream does not answer: {str(error) or type(error).__name__}"
         found.append(Finding("nats.jetstream", Level.ERROR, line, "see the log of NATS"))
     await anyio.sleep(max(0.0, began_s + order.listen_s - time.monotonic()))
-    await subscription.unsubscribe()  # a busy worker's next heartbeat would be ahead of the index as it was read
+    await subscription.unsubscribe()  # the next heartbeat of a busy worker would be ahead of the index as read here
     return _Bus(client, name, listener, info, answers, fleet, listener.drop_other_fleets(fleet))
 
 
@@ -317,7 +318,7 @@ def _judge_served(
     stored: Mapping[str, Mapping[str, StoredReport]],
     departures: Mapping[str, Departure],
 ) -> Iterator[Finding]:
-    """Judge for each pool whether a request would be served well now."""
+    """Judge, for each pool, whether a request would be served well now."""
     records = fleet.records
     heard = bus.listener.heard if bus is not None else None
     unusable = {id: service_answer.SILENT for id in records if heard is not None and id not in heard}
@@ -403,7 +404,7 @@ async def _read_settled(
     settle_s: float,
     on_step: Told,
 ) -> _Fleet:
-    """The fleet once it has settled, or after `settle_s`."""
+    """Read the fleet once it has settled, or after `settle_s`."""
     deadline_s, told = time.monotonic() + settle_s, ""
     while True:
         fleet = await _read_fleet(store, index, heard)

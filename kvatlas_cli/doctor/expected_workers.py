@@ -14,8 +14,8 @@ _ENDED = ("Succeeded", "Failed")
 
 
 def read_expected(file: Path) -> dict[str, str]:
-    """Read worker ids, or pods' names as kubectl prints them, one per line; `-` is standard input. Raises SettingsError for a
-    file that can't be read, or an invalid worker id."""
+    """Read worker ids, or pods' names as kubectl prints them, one per line; `-` stands for standard input. Raises
+    SettingsError for a file that can't be read, or for an invalid worker id."""
     try:
         lines = (sys.stdin.read() if str(file) == "-" else file.read_text()).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -31,8 +31,8 @@ def _worker_id(line: str) -> str:
 
 
 async def list_expected(api: PodLister, selector: str) -> dict[str, str]:
-    """The worker of each pod with these labels that has not terminated, with a remark on the pod's phase unless it is running.
-    Raises KvatlasError."""
+    """The worker of each pod that has these labels and has not terminated, with a remark about the pod's phase unless it is
+    running. Raises KvatlasError."""
     return dict(_expected_pods(await api.list_objects("v1", "pods", selector)))
 
 

@@ -1,4 +1,4 @@
-"""The doctor's findings, each with its check, level, one line, and what to do."""
+"""The doctor's findings, each with its check, its level, a line of text, and what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`check`: its stable name, `<part>.<what>`. `advice` is empty if there is nothing to do."""
+    """`check`: the stable name of the check, `<part>.<what>`. `advice` is empty if there is nothing to do."""
 
     check: str
     level: Level
@@ -27,7 +27,7 @@ class Finding:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Sorted names in one line, at most MAX_NAMES of them."""
+    """The names, sorted and joined into one line, at most MAX_NAMES of them."""
     ordered = sorted(names)
     more = len(ordered) - MAX_NAMES
     return ", ".join(ordered[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

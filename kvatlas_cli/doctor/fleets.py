@@ -13,8 +13,8 @@ def judge_fleet(
     store: str,
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Finding]:
-    """`stored`: the fleet in the store; `streams`: the event stream's fleet; None: not set. `others`: workers heard from other
-    fleets, by fleet."""
+    """Judge whether everything belongs to one fleet. `stored`: the fleet in the store; `streams`: the event stream's fleet;
+    None: not set. `others`: workers of other fleets that were heard, by fleet."""
     if stored is not None and streams is not None and stored.fleet != streams:
         line = f"{nats} belongs to fleet {streams}, and {store} to fleet {stored.fleet}"
         advice = "give each fleet its own NATS (or account); is this the --redis-url of the indexers on this NATS?"

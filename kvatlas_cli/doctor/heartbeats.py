@@ -26,8 +26,8 @@ Told = Callable[[str], None]
 
 @dataclass(slots=True)
 class HeartbeatListener:
-    """The last heartbeat of each worker, and how far its clock is ahead, by its least delayed heartbeat. `yielded`: heartbeats
-    of publishers that gave way to another publisher of the same worker."""
+    """The last heartbeat of each worker, and how far its clock is ahead, judging by its least delayed heartbeat. `yielded`:
+    heartbeats of publishers that gave way to another publisher of the same worker."""
 
     yielded: dict[str, Heartbeat] = field(default_factory=dict)
     heard: dict[str, Heartbeat] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class HeartbeatListener:
 
     @property
     def hears_up(self) -> bool:
-        """True if an engine that is up was heard."""
+        """True if an engine that is up has been heard."""
         return any(one.state is EngineState.UP for one in self.heard.values())
 
     def drop_other_fleets(self, fleet_id: str | None) -> dict[str, list[str]]:
-        """Forget workers of fleets other than this one, and return their ids by fleet. `fleet_id=None`: unknown, so
-        forget none."""
+        """Forget workers of fleets other than this one, and return their ids by fleet. If `fleet_id` is None, the fleet
+        is unknown, so none are forgotten."""
         found: dict[str, list[str]] = {}
         for id, one in sorted(self.heard.items()):
             theirs = one.fleet_id
@@ -84,7 +84,7 @@ class Heard:
 
 
 async def hear_workers(nats: NatsAccess, listen_s: float) -> Heard:
-    """Listen to publishers for this time, then ask those heard for their status. Raises Unreachable."""
+    """Listen to publishers for this long, then ask the ones heard from for their status. Raises Unreachable."""
     client = await connect_nats(nats, name="kvatlas-doctor", wait=False)
     try:
         listener = HeartbeatListener()

@@ -10,10 +10,11 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[list[str], dict[int, str]]:
-    """A layout's members that are alive at this store time, sorted, and the holder of each partition's lease. Raises
-    Unreachable.
+    """A layout's members that are alive at this time of the store's clock, sorted, and the holder of each partition's
+    lease. Raises Unreachable.
 
-    Read directly (keys: `kvatlas.fleet_store.fleet_store`), because the functions may be missing or of another version.
+    Read directly (keys: `kvatlas.fleet_store.fleet_store`), because the functions may be missing or may be of another
+    version.
     """
     try:
         members = await store.client.hgetall(members_key(layout))
@@ -30,7 +31,7 @@ async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[lis
 
 
 def judge_indexers(members: Collection[str], leases: Mapping[int, str], partitions: int) -> Iterator[Finding]:
-    """`members`: live indexers. `leases`: holder by partition, for partitions that have one."""
+    """`members`: live indexers. `leases`: the holder of each partition that has one."""
     if not members:
         line = "no indexer is running: the index does not follow the engines"
         yield Finding("indexers.members", Level.ERROR, line, "start `kvatlas indexer`; with two, one can take over")

@@ -1,4 +1,4 @@
-"""Compares workers of one model, to find what keeps them, or requests, from sharing blocks."""
+"""Compares workers of one model, to find what prevents them, or requests, from sharing blocks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def judge_pools(pools: Mapping[str, Sequence[FleetRecord]]) -> Iterator[Finding]
 
 
 def judge_served_names(heard: Iterable[Heartbeat]) -> Iterator[Finding]:
-    """Workers that are published under a model name which their engines don't serve."""
+    """Find workers that are published under a model name that their engines don't serve."""
     heartbeats = list(heard)
     publishers: dict[str, list[str]] = defaultdict(list)
     for one in heartbeats:

@@ -31,9 +31,9 @@ from router_client import (
 )
 
 MOST_WORKERS = 8
-"""Workers that are listed individually, best first."""
+"""Maximum number of workers that are listed individually, best first."""
 MOST_SCOPES = 64
-"""Limit of other scopes in which the prompt is looked up."""
+"""Maximum number of other scopes in which the prompt is looked up."""
 
 _CHAT, _COMPLETION = "messages", "prompt"
 
@@ -59,7 +59,7 @@ class AskedRequest:
 
 
 def read_request(source: str) -> AskedRequest:
-    """Read a file, or stdin for `-`. Raises InvalidValue, which names the file."""
+    """Read a file, or stdin for `-`. Raises InvalidValue, whose message names the file."""
     return AskedRequest(source, read_json_or_tokens(source, "--request"))
 
 
@@ -74,8 +74,8 @@ class RequestFollower:
         self._statuses = heard.statuses
 
     async def follow(self, request: AskedRequest, scope: Scope | None, tenant_id: str) -> list[Finding]:
-        """`scope`: from the flags, for a request that names no model. Raises Unreachable, and InvalidValue for an invalid
-        request."""
+        """Follow the request. `scope`: taken from the flags, for a request that names no model. Raises Unreachable, or
+        InvalidValue for an invalid request."""
         fleet = await FleetStore(self._store).all()
         named = request.model or (scope.model_id if scope is not None else None)
         if request.model is not None and scope is None:
@@ -101,8 +101,8 @@ class RequestFollower:
     # ---------------------------------------------------------------- the request
 
     def _pool_of(self, name: str, fleet: Mapping[str, FleetRecord]) -> tuple[str, str]:
-        """The model and tokenizer that a request's name stands for: the fleet's, or those of a worker whose engine serves that
-        name."""
+        """The model and tokenizer that a request's name stands for: those of the fleet, or those of a worker whose engine
+        serves that name."""
         for record in fleet.values():
             if record.endpoint.model_id == name:
                 return name, record.endpoint.tokenizer_id
@@ -215,7 +215,8 @@ class RequestFollower:
         return f"; {self._missing(worker.worker_id, never, f'{never}, or was evicted')}"
 
     def _missing(self, worker_id: str, never: str, evicted: str) -> str:
-        """Why a block is not held. It can't have been evicted if the worker never removed a block, or never stored one."""
+        """Why a block is not held. It can't have been evicted if the worker has never removed a block, or has never stored
+        one."""
         status = self._statuses.get(worker_id)
         if status is None:
             return evicted
@@ -228,7 +229,7 @@ class RequestFollower:
         return evicted if gone else never
 
     async def _look_elsewhere(self, prompt: Prompt, scopes: Sequence[Scope]) -> list[Finding]:
-        """The same tokens in other scopes, and without their first token."""
+        """Look up the same tokens in other scopes, and without their first token."""
         found: list[Finding] = []
         for scope in [one for one in scopes if one != prompt.scope and one.chain == prompt.scope.chain][:MOST_SCOPES]:
             best = await self._best(replace(prompt, scope=scope))
@@ -262,7 +263,7 @@ class RequestFollower:
         return Finding("request.choice", Level.OK, line)
 
     async def _registered(self) -> Sequence[Scope]:
-        """All scopes with blocks that are, or recently were, published."""
+        """All scopes that have blocks which are published now or were recently."""
         return [scope_from_canonical(canonical) for canonical in (await read_hash(self._store, SCOPES)).values()]
 
 
@@ -277,7 +278,7 @@ async def follow_request(
     access: EngineAccess = NO_KEY,
 ) -> list[Finding]:
     """Follow a request step by step. Without NATS, publishers' reports are missing. Raises Unreachable if the store does not
-    answer, and InvalidValue for an invalid request."""
+    answer, or InvalidValue for an invalid request."""
     found: list[Finding] = []
     on_step(f"listening to heartbeats for {listen_s:g} s")
     try:
@@ -317,7 +318,7 @@ def _judge_scope(scope: Scope, registered: Sequence[Scope]) -> Finding:
 
 
 def _differences(asked: Scope, other: Scope) -> Iterator[str]:
-    """How another scope differs from the one asked for."""
+    """How another scope differs from the requested one."""
     for name in ("model_id", "tokenizer_id", "adapter_id", "tenant_id", "chain"):
         mine, theirs = getattr(asked, name), getattr(other, name)
         if mine != theirs:

@@ -13,13 +13,13 @@ LATE_REPORT_US = 10_000_000
 FEW_LEFT = 0.8
 """From this share of open descriptors on, a router is about to run out."""
 MANY = 0.05
-"""From this share on, refused requests, clients that gave up and late answers of the store are findings."""
+"""From this share on, refused requests, clients that gave up, and late answers from the store are findings."""
 MOST_CHOICES = 0.5
 """From this share on, most choices are made without the index."""
 
 
 def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """`pool`: its displayed name. `reports`: by router."""
+    """Judge a pool's answers. `pool`: its displayed name. `reports`: by router."""
     for router_id, report in sorted(reports.items()):
         counts, found = report.recent or report.counts, report.findings()
         where = f"router {router_id}, {pool}"
@@ -34,7 +34,7 @@ def judge_answers(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Fi
 
 
 def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """Workers whose engines have work but make no progress."""
+    """Find workers whose engines have work but make no progress."""
     finders: dict[str, list[str]] = {}
     for router_id, report in sorted(reports.items()):
         for worker_id in report.stalled:
@@ -49,7 +49,7 @@ def judge_progress(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[F
 
 
 def judge_tenants(pool: str, reports: Mapping[str, AnswerReport]) -> Iterator[Finding]:
-    """Requests that went to workers that can't have blocks of their tenants."""
+    """Find requests that went to workers that can't have their tenants' blocks."""
     for router_id, report in sorted(reports.items()):
         for one in report.foreign_tenants:
             line = (
@@ -69,7 +69,8 @@ def conditions_of(reports: Mapping[str, StoredReport]) -> dict[str, RouterCondit
 
 def router_clocks(reports: Mapping[str, StoredReport], store_ahead_us: int) -> dict[str, int]:
     """How far each router's clock is ahead of ours. `store_ahead_us`: the same for the store, whose clock dates the reports.
-    Leaves out clocks that may be right: a report of a busy router arrives seconds late, as if its clock were behind."""
+    Leaves out clocks that may be right: a report from a busy router arrives seconds late, as if the router's clock were
+    behind."""
     ahead = {id: one.sent_us - reports[id].written_us + store_ahead_us for id, one in conditions_of(reports).items()}
     return {id: us for id, us in ahead.items() if not -LATE_REPORT_US < us < 0}
 
@@ -84,7 +85,7 @@ def describe_slow_store(conditions: Mapping[str, RouterCondition]) -> str | None
 
 
 def judge_conditions(conditions: Mapping[str, RouterCondition]) -> Iterator[Finding]:
-    """`conditions`: by router. Counts are of the last minute."""
+    """Judge the condition of routers. `conditions`: by router. Counts cover the last minute."""
     for router_id, one in sorted(conditions.items()):
         where = f"router {router_id}"
         yield from _judge_descriptors(where, one)

@@ -1,7 +1,7 @@
 """The first finding for each model: whether a request would be served well right now.
 
-"Yes": an engine takes it, and the index knows which one has its prefix. "By load only": an engine takes it, but the index has
-no reliable knowledge of prefixes. "No": the router would refuse it.
+"Yes": an engine accepts it, and the index knows which engine has its prefix. "By load only": an engine accepts it, but the
+index has no reliable knowledge of prefixes. "No": the router would refuse it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,9 +23,10 @@ def judge_serving(
     obstacles: Sequence[str] = (),
     slow: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:
-    """One finding per pool. `pools`: by displayed name. `unusable`: workers that get or answer no requests, whatever their
-    records say, with the reason. `unindexed`: workers whose blocks the index does not know reliably, with the reason.
-    `obstacles`: what keeps the index from answering for any worker. `slow`: what keeps it from answering in time, by pool."""
+    """One finding per pool. `pools`: by displayed name. `unusable`: workers that get no requests or don't answer any,
+    whatever their records say, with the reason. `unindexed`: workers whose blocks the index does not know reliably, with the
+    reason. `obstacles`: what prevents the index from answering for any worker. `slow`: what prevents it from answering in
+    time, by pool."""
     for name, records in pools.items():
         engines = {one.endpoint.id: one for one in records if not one.endpoint.is_store}
         presumed = {id for id, one in presume_alive(engines).items() if one is not engines[id]}
@@ -53,13 +54,13 @@ def judge_serving(
 
 
 def judge_gone(name: str, worker_ids: Collection[str]) -> Finding:
-    """A model that had workers within the last hour and has none now."""
+    """The finding for a model that had workers within the last hour but has none now."""
     return _finding(name, Level.ERROR, f"no, because none of its workers is left ({join_names(worker_ids)})")
 
 
 def judge_unknown(why: str, *, without_store: bool = False) -> Finding:
-    """No model is known. `why`: the first cause. `without_store`: the cause is the store, and engines that are up were heard,
-    so routers that have already read the fleet choose by load."""
+    """The finding if no model is known. `why`: the first cause. `without_store`: the cause is the store, but engines that are
+    up have been heard, so routers that have already read the fleet choose by load."""
     answer = "By load only, and only by routers that already run" if without_store else "No"
     return Finding(
         CHECK, Level.ERROR, f"would a request be served well now? {answer}, because {why}", "see the findings below"

@@ -16,8 +16,8 @@ ANSWER_S = 2.0
 
 
 class PublishedWorker(NamedTuple):
-    """A worker on its publisher's page. `nats`: the server that the publisher is connected to. `diagnoses`: problems that it
-    sees, each with its fix."""
+    """A worker on its publisher's page. `nats`: the server to which the publisher is connected. `diagnoses`: problems that
+    the publisher sees, each with its fix."""
 
     worker_id: str
     nats: str
@@ -25,7 +25,8 @@ class PublishedWorker(NamedTuple):
 
 
 class StatusPage(NamedTuple):
-    """A process's page. `publishes`: it is a publisher's. `error`: why it could not be read; empty if it could."""
+    """A process's page. `publishes`: the process is a publisher. `error`: why the page could not be read; empty if it
+    could."""
 
     url: str
     workers: Sequence[PublishedWorker] = ()
@@ -47,7 +48,7 @@ async def read_status_pages(urls: Sequence[str]) -> Sequence[StatusPage]:
 
 
 def judge_status_pages(pages: Sequence[StatusPage], heard: Collection[str], nats: str) -> Iterator[Finding]:
-    """`heard`: the workers whose heartbeats arrived on this NATS, `nats`."""
+    """Judge status pages. `heard`: the workers whose heartbeats arrived on this NATS server, `nats`."""
     check = "workers.publishers"
     for page in pages:
         where = redact_url(page.url)

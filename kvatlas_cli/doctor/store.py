@@ -17,7 +17,7 @@ MIN_VERSION = 7
 MAX_LISTPACK = 128
 FAR_MS = 5.0
 FULL, FILLING = 0.9, 0.75
-"""From FULL on, the index leaves workers out (`kvatlas.index`)."""
+"""Shares of memory in use. From FULL on, the index leaves workers out (`kvatlas.index`)."""
 
 
 _MANAGED_POLICY = (
@@ -27,7 +27,7 @@ _MANAGED_POLICY = (
 
 
 def judge_distance(round_trip_ms: float) -> Finding:
-    """The distance to the store, and its cost."""
+    """The finding about the distance to the store, and what it costs."""
     line = f"a round trip to the store takes {round_trip_ms:.1f} ms from here at best"
     if round_trip_ms < FAR_MS:
         return Finding("store.distance", Level.OK, line)
@@ -50,7 +50,7 @@ def judge_servers(servers: Sequence[ServerFacts], libraries: Collection[str]) ->
 
 
 async def examine_layout(store: Store) -> tuple[Finding, Layout | None]:
-    """The finding, and the layout if it is of this version."""
+    """Examine the layout. Returns the finding, and the layout if it is of this version."""
     try:
         found = await read_layout(store)
     except LayoutMismatch as error:

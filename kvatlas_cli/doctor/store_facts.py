@@ -14,7 +14,7 @@ from kvatlas.store.connection import UNREACHABLE, Store, reason
 LEAST_ROUND_TRIPS = 3
 MEASURE_MS = 400.0
 NEAR_MS = 2.0
-"""A quicker round trip shows that the store is near."""
+"""If a round trip is quicker than this, the store is near."""
 POLICY, LISTPACK = "maxmemory-policy", "hash-max-listpack-entries"
 
 
@@ -44,7 +44,8 @@ async def read_servers(store: Store) -> list[ServerFacts]:
 
 
 async def measure_round_trip(store: Store) -> float:
-    """Milliseconds of the fastest of a few round trips, since the others waited for a busy machine. Raises Unreachable."""
+    """Measure a few round trips, and return the milliseconds of the fastest, since the others had to wait for a busy
+    machine. Raises Unreachable."""
     await store_time_us(store)
     took_ms: list[float] = []
     while len(took_ms) < LEAST_ROUND_TRIPS or (sum(took_ms) < MEASURE_MS and took_ms[-1] > NEAR_MS):
@@ -90,7 +91,7 @@ async def _read_libraries(client: Any, where: dict[str, Any]) -> dict[str, str] 
 
 
 def _text_map(answer: Any) -> dict[str, Any]:
-    """A map, or a flat list of names and values, as a map with bytes decoded to text."""
+    """Convert a map, or a flat list of names and values, to a map with bytes decoded to text."""
     pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
     return {_decode(name): _decode(value) for name, value in pairs}
 

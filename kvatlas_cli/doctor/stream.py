@@ -1,5 +1,5 @@
-"""Checks of NATS: that the event stream exists, is the one that indexers read, is configured as kvatlas needs it and reaches
-far enough back, and which messages indexers refused."""
+"""Checks of NATS: that the event stream exists, is the one that indexers read, is configured as kvatlas needs it, and
+reaches far enough back. Also reports which messages indexers have refused."""
 
 import asyncio
 import json
@@ -21,18 +21,19 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 SHORT_S = 120
-"""Minimum reach of the stream: a replica that takes over, or has fallen behind, needs the messages of the last minutes."""
+"""Minimum reach of the stream: a replica that takes over, or has fallen behind, needs the messages of the last few
+minutes."""
 ANSWER_S = 2.0
 LATELY_US = 120_000_000
 """Messages refused longer ago than this are not reported."""
 MOST_LETTERS = 64
-"""How many of the last refused messages are read."""
+"""Number of refused messages that are read, latest first."""
 _NO_STREAM = 10059
 _RECREATE = "delete the stream; an indexer creates it again"
 
 
 async def examine_stream(client: Client) -> list[Finding]:
-    """Check the event stream. Raises nats errors if the server does not answer in time."""
+    """Check the event stream. Raises NATS errors if the server does not answer in time."""
     try:
         reply = await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"", timeout=ANSWER_S)
     except NoRespondersError:
@@ -52,7 +53,7 @@ async def examine_stream(client: Client) -> list[Finding]:
 
 
 async def read_identity(client: Client) -> StreamInfo | None:
-    """The event stream; None if there is none. Raises nats errors if the server does not answer in time."""
+    """The event stream; None if there is none. Raises NATS errors if the server does not answer in time."""
     try:
         return await stream_info(client)
     except (APIError, NoRespondersError):
@@ -60,7 +61,8 @@ async def read_identity(client: Client) -> StreamInfo | None:
 
 
 def judge_identity(nats: str, stream: StreamInfo | None, position: Position | None) -> Iterator[Finding]:
-    """Check that the indexers read the stream of this NATS. `position`: of a partition that one of them owns."""
+    """Check that the indexers read the stream on this NATS server. `position`: that of a partition that one of them
+    owns."""
     if position is None or (stream is not None and stream.creation_us == position.creation_us):
         return
     here = "has none" if stream is None else f"has another one, created {_time_text(stream.creation_us)}"
@@ -83,7 +85,7 @@ async def read_dead_letters(client: Client) -> Sequence[DeadLetter]:
     try:
         state = (await _ask(client, f"$JS.API.STREAM.INFO.{DEAD_STREAM}")).get("state")
         if state is None:
-            return []  # no indexer ever refused a message
+            return []  # no indexer has ever refused a message
         first, last = int(state["first_seq"]), int(state["last_seq"])
         seqs = range(max(first, last - MOST_LETTERS + 1), last + 1)
         answers = await asyncio.gather(
@@ -118,7 +120,7 @@ _CURES = {
 
 
 def judge_refused(letters: Sequence[DeadLetter], now_us: int) -> Iterator[Finding]:
-    """Messages that indexers recently refused, grouped by reason."""
+    """Report the messages that indexers have recently refused, grouped by reason."""
     by_reason: dict[str, list[DeadLetter]] = defaultdict(list)
     for letter in letters:
         if letter.refused_us >= now_us - LATELY_US:

@@ -15,11 +15,12 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 from kvatlas_cli.output import count_text
 
 MAX_SILENT_US = 5_000_000
-"""Longest silence allowed to a worker. Without NATS, it is measured from the last heartbeat that an indexer heard."""
+"""Longest silence that is allowed for a worker. Without NATS, it is measured from the last heartbeat that an indexer
+heard."""
 STARTING_S = 600
-"""An engine that was never up may still be loading its model for this long."""
+"""How long an engine that has never been up may still be loading its model."""
 MOST_ALIKE = 8
-"""Limit of diagnoses with the same cure that are shown in full."""
+"""Maximum number of diagnoses with the same cure that are shown in full."""
 
 
 def judge_workers(
@@ -32,8 +33,8 @@ def judge_workers(
     listened_s: float,
     now_us: int,
 ) -> Iterator[Finding]:
-    """`index_records`: None if they could not be read. `heard`: None if NATS is unreachable. `nats`: its displayed name.
-    `behind`: workers whose index record did not catch up with their heartbeat while we waited."""
+    """`index_records`: None if they could not be read. `heard`: None if NATS is unreachable. `nats`: the server's
+    displayed name. `behind`: workers whose index record did not catch up with their heartbeat while we waited."""
     if not fleet and not heard:
         yield Finding(
             "workers.heartbeats", Level.WARNING, "no worker is known", "start `kvatlas publish` beside each engine"
@@ -80,7 +81,7 @@ def judge_missing(
 
 
 def judge_duplicates(heard: Mapping[str, Heartbeat], yielded: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Workers with two publishers. `yielded`: heartbeats of publishers that yielded to another one."""
+    """Find workers that have two publishers. `yielded`: heartbeats of publishers that yielded to another one."""
     for worker_id, one in sorted(yielded.items()):
         silent = one.endpoint.url or "an unknown address"
         counts = heard[worker_id].endpoint.url if worker_id in heard else ""
@@ -99,7 +100,7 @@ def is_behind(heartbeat: Heartbeat, record: WorkerRecord | None) -> bool:
 
 
 def judge_identities(heard: Iterable[Heartbeat], identities: Identities) -> Iterator[Finding]:
-    """Workers that the indexers refuse."""
+    """Find workers that the indexers refuse."""
     for one in heard:
         try:
             identities.check_endpoint(one.endpoint)
@@ -161,8 +162,8 @@ def _judge_diagnoses(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
 
 
 def _judge_versions(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Publishers of other versions. They work together; the finding shows where behavior may differ, and whether an upgrade is
-    complete."""
+    """Find publishers of other versions. Versions work together; the finding shows where behavior may differ, and whether an
+    upgrade is complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():
         workers[one.version or "before 0.1.0"].append(id)
@@ -258,7 +259,7 @@ def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
     at_address: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for one in (
         record.endpoint for record in fleet.values() if record.routable
-    ):  # skips workers replaced at an address
+    ):  # skips workers that were replaced at their address
         if one.url:
             at_address[one.url, one.dp_rank].append(one.id)
     for (url, _), ids in at_address.items():
@@ -285,7 +286,8 @@ def _judge_endpoints(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
 
 
 def _judge_stores(fleet: Mapping[str, FleetRecord]) -> Iterator[Finding]:
-    """Shared stores and the workers that name them. A store of another pool or block size is useless to a worker."""
+    """Shared stores and the workers that name them. A store with a different pool or block size is useless to a
+    worker."""
     check, sound = "workers.stores", True
     stores = {id: record.endpoint for id, record in fleet.items() if record.endpoint.is_store}
     readers: dict[str, list[EngineEndpoint]] = {id: [] for id in stores}

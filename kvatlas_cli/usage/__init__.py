@@ -1,5 +1,5 @@
-"""`kvatlas usage`: the memory that each tenant's blocks took, and what they saved.
+"""`kvatlas usage`: the memory that each tenant's blocks took up, and what they saved.
 
-rows.py      who used what, and the export formats
+rows.py      what each tenant, adapter and program used, and the export formats
 command.py   the command
 """

@@ -1,4 +1,4 @@
-"""`kvatlas usage`: the memory that each tenant's blocks took, and what they saved."""
+"""`kvatlas usage`: the memory that each tenant's blocks took up, and what they saved."""
 
 import sys
 from typing import Annotated, Literal

@@ -13,7 +13,7 @@ from kvatlas.predictions.usage_counts import AnswerUse, User
 from kvatlas_cli.logs import printable
 
 FORGOTTEN = "(forgotten)"
-"""Replaces names that are no longer kept."""
+"""Shown in place of names that are no longer kept."""
 
 _FORMULA = ("=", "+", "-", "@")
 _OF_ANSWERS = (
@@ -26,7 +26,8 @@ _OF_ANSWERS = (
 
 @dataclass(slots=True)
 class UsageRow:
-    """`scope=None`: forgotten. `program`: empty for blocks, which programs share, and for requests that prove none."""
+    """`scope=None`: the scope has been forgotten. `program`: empty for blocks, which programs share, and for requests
+    that prove no program."""
 
     scope: Scope | None
     program: str
@@ -58,7 +59,7 @@ class UsageRow:
 
 
 def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | None, AnswerUse]]) -> list[UsageRow]:
-    """A row for each model, tenant, adapter and program, sorted by them."""
+    """A row for each model, tenant, adapter and program, sorted in that order."""
     found: dict[tuple[str, ...], UsageRow] = {}
 
     def row_of(scope: Scope | None, program: str) -> UsageRow:
@@ -77,7 +78,7 @@ def join_rows(resident: Iterable[ResidentUse], answers: Iterable[Mapping[User | 
 
 def to_csv(rows: Sequence[UsageRow]) -> str:
     """The rows as CSV, after a header line. Clients and engines chose the names: control characters are escaped, and a name
-    that a spreadsheet would take for a formula gets an apostrophe."""
+    that a spreadsheet would take for a formula is prefixed with an apostrophe."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(UsageRow(None, "").jsonable()), lineterminator="\n")
     writer.writeheader()
@@ -88,7 +89,7 @@ def to_csv(rows: Sequence[UsageRow]) -> str:
 
 
 def to_prometheus(rows: Sequence[UsageRow]) -> str:
-    """Sums by model and tier as Prometheus' text, without names of tenants, adapters or programs."""
+    """Sums by model and tier in Prometheus' text format, without the names of tenants, adapters or programs."""
     resident: dict[tuple[str, Tier], float] = {}
     answers: dict[str, AnswerUse] = {}
     for row in rows:

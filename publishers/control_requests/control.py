@@ -19,7 +19,7 @@ from kvatlas_publishers.ledger.ledger import Ledger
 from kvatlas_publishers.parts import PublisherParts
 
 MAX_SCOPES = 1_000
-"""More would not fit into one message of the bus."""
+"""More scopes would not fit into one message of the bus."""
 
 
 class ControlResponder(Responder):
@@ -58,7 +58,8 @@ class ControlResponder(Responder):
         return self._make_reply(ok=False, note=str(error))
 
     def _request_snapshot(self, request: ControlRequest, headers: Mapping[str, str] | None) -> ControlReply:
-        """Begin a new incarnation above the one that is in doubt. `headers`: carry the request's trace context.
+        """Begin a new incarnation above the one that is in doubt. `headers`: the request's headers, which carry its
+        trace context.
 
         Raises InvalidValue for an impossible `above`.
         """
@@ -74,7 +75,7 @@ class ControlResponder(Responder):
         return self._make_reply()
 
     def _digest(self) -> ControlReply:
-        """Publish a checkpoint and return the digests of what is published up to it."""
+        """Publish a checkpoint, and return the digests of everything published up to it."""
         self._checkpoint()
         changelog = self._changelog
         if changelog.incarnation_due is not None or not changelog.outbox.incarnation:
@@ -102,7 +103,7 @@ class ControlResponder(Responder):
         return self._make_reply(blocks=blocks if names else [])
 
     def _is_partition_of(self, partitions: int) -> bool:
-        """True if a fleet with this many partitions (0: unknown) reads the subject on which the worker's messages are
+        """True if a fleet with this many partitions (0: unknown) reads the subject to which the worker's messages are
         published."""
         if not partitions or partition_of(self._worker_id, partitions) == partition_of(
             self._worker_id, self._partitions
@@ -121,7 +122,7 @@ class ControlResponder(Responder):
 
 
 def marks_of(ledger: Ledger) -> list[int]:
-    """The digest words of the ledger's marks, counted from their snapshot; empty without marks."""
+    """The digest words of the ledger's marks, counted from their snapshot; empty if there are no marks."""
     if ledger.dropped is None:
         return []
     digest = MarkDigest()

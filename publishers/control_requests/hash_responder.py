@@ -10,7 +10,7 @@ from kvatlas_publishers.parts import PublisherParts
 
 
 class EngineHashesResponder(Responder):
-    """Answers requests on the publisher's subject for engine hashes. A refused request gets no reply."""
+    """Answers requests on the publisher's subject for engine hashes. Refused requests get no reply."""
 
     def __init__(self, parts: PublisherParts) -> None:
         super().__init__(parts, hashes_subject(parts.worker_id))

@@ -13,8 +13,8 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 def engine_hashes_of(text: str) -> list[EngineHash]:
-    """The engine hashes that a user's text may mean: a 64-bit number (decimal, or 16 hex digits), the bytes of hex digits, or
-    the text itself."""
+    """The engine hashes that a user's text may stand for: a 64-bit number (decimal, or 16 hex digits), the bytes of hex
+    digits, or the text itself."""
     found: list[EngineHash] = [text.encode()]
     digits = text.removeprefix("0x").removeprefix("-")
     if digits.isdecimal() and not text.startswith("0x") and len(digits) <= 20:
@@ -27,7 +27,7 @@ def engine_hashes_of(text: str) -> list[EngineHash]:
 
 
 def blocks_named(lineage: Lineage, text: str) -> list[NamedBlock]:
-    """The blocks of this engine hash, in any scope; empty if the hash is unknown."""
+    """The blocks with this engine hash, in any scope; empty if the hash is unknown."""
     found = []
     for name in engine_hashes_of(text):
         for stretch in lineage.stretches_named(name):
@@ -50,8 +50,8 @@ def names_of(lineage: Lineage, block: NamedBlock) -> list[EngineHash]:
 
 
 def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[int]) -> list[int]:
-    """The engine's own hashes of a chain's first blocks, up to the first block that it does not hold, or whose hash is not a
-    number."""
+    """The engine's own hashes of a chain's first blocks, up to the first block that the engine does not hold or whose hash
+    is not a number."""
     chain = pack_hashes(sequence_hashes)
     first = chain[:HASH_BYTES]
     roots = (one.roots.get(first) for one in lineage.namespaces.values() if one.scope_id == scope_id)
@@ -71,7 +71,7 @@ def hashes_along(lineage: Lineage, scope_id: bytes, sequence_hashes: Sequence[in
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """Number of equal leading hashes. If two hashes are equal, so are all before them."""
+    """The number of equal hashes at the start. If two hashes are equal, so are all before them."""
     low, high = 0, min(len(one), len(other)) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -13,7 +13,8 @@ from kvatlas_publishers.parts import PublisherParts
 
 
 class Responder(ABC):
-    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded lets the other one answer."""
+    """Call `start`, then `run` (until cancelled), then `stop`. A publisher that has yielded leaves the answers to the
+    other one."""
 
     def __init__(self, parts: PublisherParts, subject: str) -> None:
         self._parts = parts
@@ -22,7 +23,7 @@ class Responder(ABC):
 
     @abstractmethod
     def reply(self, msg: Msg) -> WireRecord:
-        """Execute a request and return the reply. An error among DATA_ERRORS refuses the request."""
+        """Execute a request and return the reply. If it raises one of DATA_ERRORS, the request is refused."""
 
     def refusal(self, error: Exception) -> WireRecord | None:
         """The reply to a refused request; None: no reply."""
@@ -33,7 +34,7 @@ class Responder(ABC):
         self._subscription = await self._client.subscribe(self._subject)
 
     async def run(self) -> None:
-        """Answer until cancelled; after `start`."""
+        """Answer until cancelled. Call `start` first."""
         async for msg in self._subscription.messages:
             if not self._parts.changelog.yielded:
                 await self._answer(msg)

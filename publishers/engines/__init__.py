@@ -22,8 +22,8 @@ _DECODERS: Mapping[EngineKind, Callable[[bytes], EngineBatch]] = {
 def decode_batch(kind: EngineKind, payload: bytes) -> EngineBatch:
     """Decode one ZMQ payload. Undecodable events are listed in `EngineBatch.skipped`.
 
-    Raises EngineEventError with one line for a payload that is not a batch (above MAX_PAYLOAD_BYTES, not msgpack, another
-    shape) and for an engine kind without a ZMQ feed.
+    Raises EngineEventError, with a one-line message, for a payload that is not a batch (above MAX_PAYLOAD_BYTES, not
+    msgpack, or of another shape) or for an engine kind without a ZMQ feed.
     """
     decoder = _DECODERS.get(kind)
     if decoder is None:

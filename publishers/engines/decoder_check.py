@@ -19,7 +19,7 @@ _STORED_8, _STORED_9, _REMOVED_3 = 8, 9, 3
 
 
 def kind_of_batch(payload: bytes) -> EngineKind | None:
-    """The engine that wrote a decodable batch; None if it could be either."""
+    """The engine that wrote a decodable batch; None if it could be either of the two."""
     outer = msgpack.unpackb(payload, strict_map_key=False)
     _, events, *_ = (None, outer.get("events")) if isinstance(outer, dict) else outer
     return next((kind for event in events or () if (kind := _kind_of_event(event)) is not None), None)

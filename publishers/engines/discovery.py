@@ -1,4 +1,4 @@
-"""Asks a running engine over HTTP for its kind, model, block size, and where its KV events are.
+"""Asks a running engine over HTTP for its kind, its model, its block size, and the addresses of its KV events.
 
     vLLM     /v1/models, /kv_event_sources (later versions), /metrics (`vllm:cache_config_info`), /server_info (development
              servers only)
@@ -51,8 +51,9 @@ class EventSource:
 class EngineOffer:
     """What one engine offers. `block_size=None`: unknown. `notes`: what the user should know, one line each.
 
-    `sources` empty: the engine publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one.
-    `assumed`: it does not list its sources, so these are the usual ones. `connector`: how it fetches KV from others, if known.
+    `sources` empty: the engine publishes no events. `ranks`: its data-parallel ranks, (None,) if there is only one. `assumed`:
+    the engine does not list its sources, so these are the usual ones. `connector`: how it fetches KV from other engines, if
+    known.
     """
 
     kind: EngineKind
@@ -77,10 +78,11 @@ async def discover(
     access: EngineAccess = NO_KEY,
     worker_id: str = "",
 ) -> EngineOffer:
-    """Ask an engine what it offers. `model_id`, `kind`: if already known; `events=False`: don't look for its events;
+    """Ask an engine what it offers. `model_id`, `kind`: if already known; `events=False`: don't look for event sockets;
     `worker_id`: the engine's name in `access`.
 
-    Raises Unreachable with one line if the engine does not answer, lists no model, or is a server of kvatlas.
+    Raises Unreachable, with a one-line message, if the engine does not answer, lists no model, or is a server of
+    kvatlas.
     """
     host = urlsplit(url).hostname or ""
     async with engine_http(url, worker_id, access, ANSWER_S) as client:
@@ -113,7 +115,8 @@ async def discover(
 
 
 async def listed_source(url: str, rank: int | None, kind: EngineKind) -> EventSource | None:
-    """The current event sockets of a rank (None: the engine's only one) as the engine lists them; None if it does not."""
+    """The current event sockets of a rank (None: the engine's only one) as listed by the engine; None if it does not list
+    them."""
     host = urlsplit(url).hostname or ""
     async with httpx.AsyncClient(base_url=url.rstrip("/"), timeout=ANSWER_S, trust_env=False) as client:
         try:
@@ -139,15 +142,15 @@ _REMEDIES = {
 
 
 def _unlisted_note(model_id: str, listed: Sequence[str]) -> Sequence[str]:
-    """A note if the engine does not list the given model."""
+    """A note for the user if the engine does not list the given model."""
     if not listed or model_id in listed:
         return ()
     return (f"it lists {', '.join(listed)}, not {model_id}: requests that name {model_id} may fail there",)
 
 
 def vllm_offer(listed: Any, metrics_page: str, model_id: str, host: str) -> EngineOffer:
-    """What a vLLM engine offers, from its HTTP answers. `listed`: the answer of `/kv_event_sources`; None for versions that do
-    not list their event sources."""
+    """What a vLLM engine offers, from its HTTP answers. `listed`: the answer from `/kv_event_sources`; None for versions that
+    do not list their event sources."""
     ranks, block_size, caching = _cache_config(metrics_page)
     is_listed = isinstance(listed, Mapping | list)
     sources: list[EventSource] = []
@@ -222,7 +225,7 @@ def sglang_offer(info: Mapping[str, Any], model_id: str, host: str) -> EngineOff
 
 def _listed_sources(listed: Any, host: str) -> dict[int, EventSource]:
     """The sockets that an engine lists, by rank, in any of the forms in use: vLLM 0.33's map from rank to its publisher's
-    configuration, the array of the change that introduced it, and SGLang's array of the ranks on its own node."""
+    configuration, the array from the change that introduced it, and SGLang's array of the ranks on its own node."""
     rows: list[tuple[Any, Any]] = []
     if isinstance(listed, Mapping):
         rows = [(int(rank), one) for rank, one in listed.items() if str(rank).isdecimal()]
@@ -328,8 +331,8 @@ def _cache_config(metrics_page: str) -> tuple[int, int | None, bool]:
 
 
 async def _check_sockets(offer: EngineOffer) -> EngineOffer:
-    """Drop replay sockets that don't listen. If an event socket doesn't listen, drop it if it was only assumed; otherwise note
-    it."""
+    """Drop replay sockets that don't listen. If an event socket doesn't listen, drop it if it was only assumed; otherwise add
+    a note about it."""
     sources: list[EventSource] = []
     notes = list(offer.notes)
     for source in offer.sources:

@@ -1,4 +1,4 @@
-"""Finds how an engine fetches KV from others, from its configuration (pure).
+"""Determines from an engine's configuration how it fetches KV from other engines (pure).
 
 vLLM     /server_info?config_format=json (development server only): `kv_transfer_config` of an OffloadingConnector, also
          inside a MultiConnector, with a `p2p` tier or one that takes router hints (KVCR)
@@ -20,8 +20,8 @@ P2P_PORT = 5710
 
 @dataclass(frozen=True, slots=True)
 class FoundConnector:
-    """`port`: where others fetch from the first data-parallel rank; None: unknown. `tiers` empty: the connector's usual
-    ones."""
+    """`port`: the port at which others fetch from the first data-parallel rank; None: unknown. If `tiers` is empty, the
+    connector's usual tiers apply."""
 
     connector: KvConnector
     port: int | None = None
@@ -29,7 +29,7 @@ class FoundConnector:
 
 
 def vllm_connector(server_info: Any) -> FoundConnector | None:
-    """The connector in vLLM's server info; None if there is none that can fetch the blocks that a request names."""
+    """The connector that vLLM's server info describes; None if none can fetch the blocks that a request names."""
     config = _get(_get(server_info, "vllm_config"), "kv_transfer_config")
     for extra in _offloading_configs(config):
         for tier in _list(_get(extra, "secondary_tiers")):
@@ -42,7 +42,7 @@ def vllm_connector(server_info: Any) -> FoundConnector | None:
 
 
 def sglang_connector(info: Mapping[str, Any]) -> FoundConnector | None:
-    """The connector in SGLang's server info."""
+    """The connector that SGLang's server info describes."""
     if info.get("hicache_storage_backend") != "kvcr":
         return None
     extra = info.get("hicache_storage_backend_extra_config")

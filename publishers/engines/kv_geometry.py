@@ -1,8 +1,9 @@
 """Bytes of KV cache per token, from a model's configuration (`config.json` as Hugging Face's transformers writes it).
 
-A layer keeps a key and a value for each KV head: 2 x layers x KV heads x head size x bytes of the data type. Multi-head latent
+A layer keeps a key and a value for each KV head: 2 × layers × KV heads × head size × bytes of the data type. Multi-head latent
 attention (DeepSeek V2 and later) keeps one latent vector and one rotary key instead. Layers without a cache that grows with the
-prompt (linear attention, mamba) keep nothing per token. For an instance with several GPUs, the result is the sum over them.
+prompt (linear attention, mamba) keep nothing per token. For an instance with several GPUs, the result is the sum over all of
+them.
 """
 
 import json
@@ -23,7 +24,7 @@ _CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "a
 
 
 def read_token_bytes(path: Path, dtype: str = "auto") -> int:
-    """Read a configuration file, or `config.json` in a folder. Raises SettingsError with one line."""
+    """Read a configuration file, or `config.json` in a folder. Raises SettingsError with a one-line message."""
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as opened:
@@ -38,8 +39,8 @@ def read_token_bytes(path: Path, dtype: str = "auto") -> int:
 
 
 def token_bytes_of(config: Any, dtype: str = "auto") -> int:
-    """Bytes per token from a parsed configuration; a multimodal model's text model counts. Raises InvalidValue, naming the
-    field."""
+    """Bytes per token from a parsed configuration. For a multimodal model, its text model counts. Raises InvalidValue,
+    whose message names the field."""
     if not isinstance(config, dict):
         raise InvalidValue("not a JSON object; expected a model's configuration")
     nested = (
@@ -65,7 +66,7 @@ def _cached_layers(text: Mapping[str, Any]) -> int:
 
 
 def _layer_values(text: Mapping[str, Any]) -> int:
-    """Number of values that a layer keeps per token."""
+    """The number of values that a layer keeps per token."""
     if text.get("kv_lora_rank"):
         return _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim")
     heads = _count(text, "num_attention_heads")

@@ -30,12 +30,12 @@ class ChunkEvents:
     """Converts one server's batches to engine events. `held`: names of the chunks it holds."""
 
     def __init__(self, held: Iterable[EngineHash] = ()) -> None:
-        """`held`: names that a ledger already knows; only those of LMCache chunks are kept."""
+        """`held`: names that a ledger already knows; only the names of LMCache chunks are kept."""
         self.held = {name for name in held if isinstance(name, bytes) and name.startswith(_NAME)}
         self._incarnation: int | None = None
 
     def withdraw(self) -> list[EngineEvent]:
-        """The removal of all chunks."""
+        """Withdraw all chunks, and return the events of their removal."""
         held, self.held, self._incarnation = self.held, set(), None
         return [EngineRemoved(sorted(held), Tier.CPU_DRAM)] if held else []
 

@@ -2,9 +2,9 @@
 
 Metric names are those of vLLM 0.9 to 0.33 (`vllm:*`) and SGLang 0.4.7 to 0.5.23 (`sglang:*`).
 
-`queued_prefill_tokens` is an estimate: engines report how many requests wait, but not how long their prompts are. We multiply
-the waiting requests by the mean prompt length so far (prompt tokens over finished requests). This counts cached tokens as
-work, so it is too high if prompts share prefixes.
+`queued_prefill_tokens` is an estimate: engines report how many requests are waiting, but not how long their prompts are. We
+multiply the number of waiting requests by the mean prompt length so far (prompt tokens divided by finished requests). This
+counts cached tokens as work, so it is too high if prompts share prefixes.
 
 A page with an impossible number (infinite, negative, beyond 53 bits) is refused as a whole. Fractions are clamped to the range
 from 0 to 1.
@@ -23,7 +23,7 @@ _PROCESS_START = "process_start_time_seconds"
 _SLEEP = "vllm:engine_sleep_state"
 _CONFIG = "vllm:cache_config_info"
 MAX_SAMPLES = 10_000
-"""Maximum number of samples to read of these metrics."""
+"""Maximum number of samples of these metrics that are read."""
 MAX_START_S = MAX_NUMBER // 1_000_000
 _SAME_REQUESTS = {"tp_rank", "pp_rank", "moe_ep_rank", "pid"}
 
@@ -48,7 +48,7 @@ class _Names:
     computed: tuple[str, ...] = ()
     """Counters that advance while the engine computes."""
     other_attention: tuple[str, ...] = ()
-    """Gauges of pools for attention other than full. On every page, but above 0 only for hybrid models."""
+    """Gauges of pools for attention other than full. They are on every page, but above 0 only for hybrid models."""
 
     @property
     def all(self) -> set[str]:
@@ -95,7 +95,8 @@ _NAMES: Mapping[EngineKind, _Names] = {EngineKind.VLLM: _VLLM, EngineKind.MOCK: 
 
 
 def has_metrics(kind: EngineKind) -> bool:
-    """True if this engine kind has a readable metrics page. TensorRT-LLM's returns each sample only once, so it has none."""
+    """True if this engine kind has a readable metrics page. TensorRT-LLM's page returns each sample only once, so it does
+    not count as one."""
     return kind in _NAMES
 
 
@@ -120,8 +121,8 @@ class LoadContext:
 class EngineMetrics:
     """One sample of an engine's metrics. `process_start_s`: seconds since 1970; it changes when the engine restarts.
     `block_size`: tokens per block, if on the page; the engine's events take precedence. `block_bytes`: bytes per block; 0 if
-    not on the page. `hybrid`: the engine has a cache for attention other than full. `prompt_tokens`: total of all requests so
-    far."""
+    not on the page. `hybrid`: the engine has a cache for attention other than full. `prompt_tokens`: the total over all
+    requests so far."""
 
     load: WorkerState
     asleep: bool = False
@@ -135,9 +136,8 @@ class EngineMetrics:
 def read_metrics(page: str, context: LoadContext, sampled_us: int) -> EngineMetrics:
     """Read an engine's `/metrics` page. Missing metrics count as 0.
 
-    If an instance has several data-parallel ranks, only samples of the context's rank count.
-    Raises InvalidValue for a page that is not in Prometheus' text format or has impossible numbers, and for an engine kind
-    without metrics.
+    If an instance has several data-parallel ranks, only samples of the context's rank count. Raises InvalidValue for a
+    page that is not in Prometheus' text format or has impossible numbers, or for an engine kind without metrics.
     """
     try:
         return _read(page, context, sampled_us)
@@ -237,7 +237,7 @@ class _Samples:
         return sum(together.values())
 
     def first_max(self, names: Iterable[str]) -> float:
-        """The largest sample of the first name on the page. For a usage, that is the fullest pool's."""
+        """The largest sample of the first name on the page. For a usage, that is the usage of the fullest pool."""
         for name in names:
             values = [value for _, value in self.of(name) if value == value]
             if values:
@@ -276,8 +276,8 @@ def _capacity(samples: _Samples, names: _Names, context: LoadContext) -> tuple[i
 
 
 def _told_block_bytes(samples: _Samples, total_blocks: int) -> int:
-    """Bytes per block: the cache's size divided by its number of blocks. vLLM reports the size (of one GPU) only if it was
-    set at start; 0: unknown."""
+    """Bytes per block: the cache's size divided by its number of blocks. vLLM reports the size (per GPU) only if it was
+    set at start. 0: unknown."""
     sizes = [_number(labels.get("kv_cache_memory_bytes")) for labels, _ in samples.of(_CONFIG)]
     return min(MAX_BLOCK_BYTES, max(sizes, default=0) // total_blocks) if total_blocks else 0
 

@@ -1,5 +1,5 @@
-"""KV events of Mooncake's master (the envelope of its RFC 1527, which mooncake_master has published since July 2026): objects
-that the store received and evicted.
+"""KV events of Mooncake's master (in the envelope of its RFC 1527, which mooncake_master has published since July 2026) about
+objects that the store received and evicted.
 
     ZMQ [topic, seq (from 1), payload]; payload: msgpack [ts in ms, events, dp_rank]
     event: {event_type: stored | removed | cleared, event_id, tenant_id, backend_id, medium, seq_hashes, object_key?,
@@ -27,7 +27,8 @@ _SEPARATOR = "\0"
 
 
 class ObjectName(NamedTuple):
-    """Identity of an object's block. `model` and `adapter` are empty if the event names none; `hash`: packed sequence hash."""
+    """The identity of an object's block. `model` and `adapter` are empty if the event names none; `hash`: packed sequence
+    hash."""
 
     model: str
     adapter: str

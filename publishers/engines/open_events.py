@@ -8,10 +8,10 @@ Decisions that the forms leave open:
 - A removal without a medium removes the block from all tiers. A stored block without a medium is in device memory.
 - Text of 16 lower-case hex digits is the same block hash as the integer it spells; a negative integer is the same as its 64
   bits unsigned.
-- Blocks of an engine that never reports token ids are keyed by their hashes (`kvatlas.blocks.external_chain`); each chain
+- If an engine never reports token ids, its blocks are keyed by their hashes (`kvatlas.blocks.external_chain`); each chain
   starts at "root" or at its session.
 - The router protocol has no block size; the publisher's setting applies.
-- A batch's tenant applies to its stored blocks. Without one, a block has its parent's tenant, and a root the publisher's.
+- A batch's tenant applies to its stored blocks. Without one, a block gets its parent's tenant; a root, the publisher's.
 """
 
 import json
@@ -120,7 +120,7 @@ def _parse(payload: bytes) -> Any:
 
 
 def _can_only_store(raw: Any) -> bool:
-    """True if an unreadable event can't have removed blocks."""
+    """True if an unreadable event can only store blocks, so that it can't have removed any."""
     if not isinstance(raw, dict):
         return False
     data = raw.get("data")
@@ -184,7 +184,7 @@ def _engine_hash(told: int | str) -> EngineHash:
 
 
 def _name(block_hash: EngineHash) -> str:
-    """The hash as text, as external chains use it."""
+    """The hash as text, in the form that external chains use."""
     return hash_text(block_hash) if isinstance(block_hash, int) else block_hash.decode()
 
 
@@ -221,7 +221,8 @@ def _numbered_batch(raw_events: Sequence[Any], fields: RouterFields) -> EngineBa
 
 
 def _numbered_event(event: RouterEvent) -> EngineEvent:
-    """One event of the router protocol. A stored one has block size 0, which stands for the publisher's."""
+    """One event of the router protocol. A stored event gets block size 0, which stands for the publisher's block
+    size."""
     data = event.data
     if isinstance(data, StoredData):
         blocks, parent = data.stored.blocks, data.stored.parent_hash

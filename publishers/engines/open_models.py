@@ -58,7 +58,7 @@ class BlockStored(_Form):
 
 
 class BlockRemoved(_Form):
-    """The blocks are gone from the tier `medium` or, if it is absent, from all tiers."""
+    """The blocks are gone from the tier `medium` or, if that is absent, from all tiers."""
 
     type: Literal["block_removed"]
     block_hashes: list[BlockHash]
@@ -93,7 +93,8 @@ class EventBatch(BatchFields):
 
 
 class StoredBlock(_Form):
-    """`block_hash`: the engine's name of the block. `tokens_hash`: the local hash of its tokens, XXH3-64 with seed 1337."""
+    """`block_hash`: the engine's name for the block. `tokens_hash`: the local hash of its tokens, XXH3-64 with seed
+    1337."""
 
     block_hash: _Integer
     tokens_hash: _Integer
@@ -117,7 +118,7 @@ class RemovedData(_Form):
 
 
 class RouterEvent(_Form):
-    """`event_id` counts without a gap in one engine process."""
+    """One event. `event_id` counts without gaps within one engine process."""
 
     event_id: Annotated[int, Field(strict=True, ge=0, le=MAX_HASH)]
     data: StoredData | RemovedData | Literal["cleared"]
@@ -144,6 +145,6 @@ ENGINE_EVENT: TypeAdapter[BlockStored | BlockRemoved | AllBlocksCleared] = TypeA
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a batch of either form."""
+    """The JSON Schema for a batch in either form."""
     schema = TypeAdapter(EventBatch | RouterEvents).json_schema()
     return {"$schema": SCHEMA_URL, "title": "kvatlas open event forms", **schema}

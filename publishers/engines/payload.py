@@ -14,8 +14,8 @@ from kvatlas.validation import MAX_BLOCK_TOKENS
 from kvatlas_publishers.engine_events import EngineBatch, EngineDropped, EngineEvent, EngineHash
 
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
-"""Large, because SGLang removes a leaf of its tree in one event: with pages of one token, 9 bytes per token of a long
-prompt."""
+"""The limit is large because SGLang removes a leaf of its tree in one event. With pages of one token, that takes 9
+bytes per token of a long prompt."""
 
 Fields = Mapping[str, Any]
 """An event's fields by name. Fields that the event omits are absent."""
@@ -30,10 +30,10 @@ def decode(
 ) -> EngineBatch:
     """Decode a batch; `event_of(tag, fields)` makes its events. `fields`: for each tag, the order of its fields in an array.
 
-    An event with an unknown tag, or refused by `event_of` with InvalidValue, is skipped and reported. It may have removed
-    blocks, unless it stores blocks or names an unknown tier (whose blocks are never published). So the hashes it names are
-    dropped. If it names none, a known tag makes the batch `lost` up to there, and an unknown tag sets `unknown_at` there.
-    Raises EngineEventError if the payload is not a batch.
+    An event with an unknown tag, or refused by `event_of` with InvalidValue, is skipped and reported. Unless it stores
+    blocks or names an unknown tier (whose blocks are never published), it may have removed blocks, so the hashes that it
+    names are dropped. If it names none, a known tag makes the batch `lost` up to there, and an unknown tag sets `unknown_at`
+    there. Raises EngineEventError if the payload is not a batch.
     """
     try:
         outer = unpack(payload, max_bytes=MAX_PAYLOAD_BYTES, strict_map_key=False)
@@ -91,7 +91,7 @@ def hashes_of(tag: str, fields: Fields) -> list[EngineHash]:
     """The event's `block_hashes`, as the engine wrote them. Raises EngineEventError."""
     hashes = fields.get("block_hashes")
     if type(hashes) is list and len(hashes) == 1 and type(hashes[0]) is int:
-        return hashes  # vLLM removes block by block
+        return hashes  # vLLM removes blocks one by one
     if not isinstance(hashes, list) or (hashes and set(map(type, hashes)) not in _HASH_TYPES):
         raise EngineEventError(f"{tag} with block_hashes {hashes!r:.60}; expected an array of integers or bytes")
     return hashes
@@ -142,7 +142,7 @@ def tokens_of_pairs(tag: str, fields: Fields) -> tuple[list[int], Sequence[int]]
 
 
 def _integers(tag: str, tokens: list[Any]) -> list[int]:
-    """The tokens, unchanged. Raises EngineEventError if any is not an integer."""
+    """The tokens, unchanged. Raises EngineEventError if any of them is not an integer."""
     try:
         integers = type(sum(tokens)) is int  # three times as fast as checking each one's type
     except TypeError:
@@ -153,7 +153,7 @@ def _integers(tag: str, tokens: list[Any]) -> list[int]:
 
 
 def text_of(tag: str, fields: Fields, name: str) -> str | None:
-    """A field of text or nil; empty text counts as nil. Raises EngineEventError."""
+    """A field that is text or nil; empty text counts as nil. Raises EngineEventError."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise EngineEventError(f"{tag} with {name} {value!r:.60}; expected text or nil")

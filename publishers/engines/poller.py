@@ -1,4 +1,5 @@
-"""Polls an engine's health and metrics over HTTP each second (thin: the parsing is in `kvatlas_publishers.engines.metrics`)."""
+"""Polls an engine's health and metrics over HTTP every second (thin: the parsing is in
+`kvatlas_publishers.engines.metrics`)."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +28,13 @@ from kvatlas_publishers.intake.feed_coverage import Serving
 POLL_S = 1.0
 ANSWER_S = 2.0
 _WEIGHTS_PAGES = {EngineKind.VLLM: "/weight_info", EngineKind.SGLANG: "/get_model_info"}
-"""Pages with `weight_version`: vLLM 0.33 with its RL endpoints, SGLang 0.5.2 and later."""
+"""Pages that report `weight_version`: vLLM 0.33 with its RL endpoints, and SGLang 0.5.2 and later."""
 MAX_PAGE_BYTES = 8 << 20
 FAILURES_TO_DOWN = 3
 """Consecutive unanswered polls before a busy engine counts as down. If it refuses connections, two are enough."""
 FAILURES_TO_SUSPECT = 2 * FAILURES_TO_DOWN
-"""Consecutive unanswered polls before its address is suspected. By then the feed has noticed if the process is gone."""
+"""Consecutive unanswered polls before its address is suspected. By then, the feed will have noticed if the process is
+gone."""
 _HAVE_HEALTH = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TENSORRT_LLM)
 _ADDRESS_CURE = "see the engine's log; if it runs, set --engine-url to its HTTP address"
 
@@ -133,7 +135,7 @@ class EnginePoller:
         return engine_http(self._url, self._context.worker_id, self._access, ANSWER_S)
 
     async def _poll(self, client: httpx.AsyncClient) -> None:
-        """Poll the engine. Its errors are recorded, not raised."""
+        """Poll the engine. Errors are recorded, not raised."""
         try:
             health = await self._ask_health(client)
             status, page = await self._get(client, "/metrics") if self._has_metrics else (404, b"")
@@ -170,8 +172,8 @@ class EnginePoller:
             return 200
 
     async def _get(self, client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
-        """(status, body). Raises httpx errors, TimeoutError if the whole answer takes too long, InvalidValue if it is too
-        large."""
+        """Get a page. Returns (status, body). Raises httpx errors, TimeoutError if the whole answer takes too long, or
+        InvalidValue if it is too large."""
         body = bytearray()
         with anyio.fail_after(ANSWER_S):
             async with client.stream("GET", f"{self._url}{path}") as answer:
@@ -208,7 +210,8 @@ class EnginePoller:
         self.served_names = tuple(served) or self.served_names
 
     async def _ask_weight_version(self, client: httpx.AsyncClient) -> None:
-        """Read the version of the weights, which an RL trainer updates. An engine without such a page is not asked again."""
+        """Read the version of the weights, which an RL trainer updates. An engine that has no such page is not asked
+        again."""
         if self._weights_page is None:
             return
         try:
@@ -297,7 +300,7 @@ class EnginePoller:
             self._on_change(state)
 
     async def _ask_server_info(self, client: httpx.AsyncClient) -> None:
-        """Read SGLang's capacity from its server info: only later versions have it on the metrics page."""
+        """Read SGLang's capacity from its server info: only later versions report it on the metrics page."""
         for path in ("/server_info", "/get_server_info"):
             try:
                 status, body = await self._get(client, path)

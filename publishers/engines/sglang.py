@@ -1,9 +1,10 @@
-"""SGLang's KV events, versions 0.5.7 to 0.5.23. Earlier ones are recognized, but blocks that their events don't prove are not
-published.
+"""SGLang's KV events, versions 0.5.7 to 0.5.23. Earlier versions are recognized, but blocks that their events don't prove are
+not published.
 
 Hashes are signed 64-bit integers, used unchanged. There are no groups and no extra keys; every event of a chain has its salt.
-`AllBlocksCleared` resets the whole cache: the device tier and the host's. Farther tiers count as cleared too, since the
-tree that names their blocks is gone. Others also evict from a shared pool (EXTERNAL), and no event reports that.
+`AllBlocksCleared` resets the whole cache: both the device tier and the host tier. Farther tiers count as cleared too, since
+the tree that names their blocks is gone. From a shared pool (EXTERNAL), other engines evict blocks too, and no event reports
+that.
 
 - Up to 0.5.5 a block's hash covers only its own tokens (Python's `hash`), and blocks below another node of the tree look like
   roots, so their place in the prompt is unknown. Since 0.5.6 hashes are SHA-256 chains, which lets us check roots.
@@ -52,7 +53,7 @@ _FIELDS = {
 _ALL_TIERS = tuple(Tier)
 UNTOLD_KEYS = "SGLang's events don't have the extra keys of requests (nor, before 0.5.22, their adapters)"
 _NO_PAGE = 5_740_354_900_026_072_187
-"""Python's hash of no tokens: the parent of roots in the first versions."""
+"""Python's hash of an empty sequence of tokens, which is the parent of roots in the first versions."""
 LEAST_VERSION = (0, 5, 7)
 """The first version whose events report reliably which blocks it holds, and where."""
 

@@ -28,7 +28,7 @@ from kvatlas.validation import MAX_BLOCK_TOKENS, MAX_NUMBER
 from kvatlas_publishers.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 
 HASH_ALGORITHM = "v1_block_key"
-"""The only hash algorithm that can be computed here. Records without `hash_algo` use it."""
+"""The only hash algorithm that is implemented here. Records without `hash_algo` use it."""
 MAX_BODY_BYTES = 64 << 20
 MAX_GROUPS = 64
 MAX_ALGORITHM = 40
@@ -55,7 +55,8 @@ class Record:
 
 
 def read_records(body: bytes) -> Sequence[Record]:
-    """The records of one answer, in order. Raises EngineEventError with one line if it is not an array of records."""
+    """The records of one answer, in order. Raises EngineEventError, with a one-line message, if the answer is not an
+    array of records."""
     try:
         raw_records = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -102,7 +103,7 @@ class EventDecoder:
         self._offloaded: set[tuple[int, int]] = set()
 
     def decode(self, record: Record) -> list[EngineEvent]:
-        """The record's events. Raises EngineEventError if it can't be read."""
+        """The record's events. Raises EngineEventError if the record can't be read."""
         fields = record.fields
         data = fields.get("data")
         if not isinstance(data, dict):
@@ -207,7 +208,7 @@ class EventDecoder:
         return [EngineRemoved(names, tier, group) for names, tier in removed if names]
 
     def _updated(self, data: Fields, group: int) -> list[EngineEvent]:
-        """A block moved to another level. A change of priority alone does not affect us."""
+        """The events of a block that moved to another level. A change in priority alone does not affect us."""
         diff = data.get("cache_level")
         if diff is None:
             return []

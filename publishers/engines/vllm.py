@@ -6,9 +6,9 @@ Decisions that the wire leaves open:
 - With EAGLE, a block's hash may cover tokens after the block (0.33, `lookahead_token_ids`): then a hit drops no block.
 - `locality` REMOTE (0.26 and later) means that the copy is not in this worker's own memory. GPU then becomes remote_hbm; FS,
   OBJ and STORAGE are shared storage, so object_store. CPU of another host has no tier here, so it is skipped and reported.
-- Events of tiers other than the device's come from a KV connector (offloading, Mooncake, LMCache). They have tokens, but
+- Events about tiers other than the device tier come from a KV connector (offloading, Mooncake, LMCache). They have tokens, but
   neither salt nor extra keys, although the hash covers both.
-- Removals are reported for GPU and CPU, and by tiers that name themselves in `ownership`. The tier of a file system or object
+- Removals are reported for GPU and CPU, and for tiers that name themselves in `ownership`. The tier of a file system or object
   store (STORAGE) reports none. Neither do the connectors of Mooncake's store and of in-process LMCache (medium "cpu").
 - LMCache's multiprocess connector reports chunks as CPU, without group and locality. Their removal is reported only if its
   server has the event stream.
@@ -18,10 +18,10 @@ Decisions that the wire leaves open:
 - For a request with `kv_cache_report_mode: "full"` (0.26 and later, so maps), vLLM reports cache hits as stored blocks, from
   the prompt's first block on. They look exactly like new copies: see `ledger.hit_reports`.
 - `remaining_copy_counts` (proposed for versions after 0.33): the number of copies of each removed block that remain. A block
-  is held until none remains. For a version that reports only the last copy's removal, use `--set-semantics`.
-- Before 0.14 events have an adapter's id but not its name, so requests can't be matched to such blocks.
-- Before 0.17 the engine's hash covers salt and multimodal items, but events omit them: such blocks look plain, so everything
-  is an upper bound.
+is held until no copy remains. For a version that reports only the last copy's removal, use `--set-semantics`.
+- Before 0.14, events carry an adapter's id but not its name, so requests can't be matched to such blocks.
+- Before 0.17, the engine's hash covers salt and multimodal items, but events omit them. Such blocks look plain, so everything
+is an upper bound.
 """
 
 import re
@@ -92,8 +92,8 @@ def decode_batch(payload: bytes) -> EngineBatch:
 
 
 def decode_simulated_batch(payload: bytes) -> EngineBatch:
-    """Decode a payload of the simulated engine. That engine reports each block it drops from the CPU tier, so a clear affects
-    only the device tier. It never reports hits.
+    """Decode a payload of the simulated engine. That engine reports each block that it drops from the CPU tier, so a clear
+    affects only the device tier. It never reports hits.
 
     Raises EngineEventError, as `decode_batch` does."""
     batch = decode_batch(payload)
@@ -154,7 +154,7 @@ def _event(tag: str, fields: wire.Fields) -> EngineEvent:
 
 
 def _without_copies(tag: str, hashes: Sequence[EngineHash], left: Any) -> list[EngineHash]:
-    """The hashes with no copy left."""
+    """The hashes that have no copies left."""
     if not isinstance(left, list) or len(left) != len(hashes) or any(type(one) is not int or one < 0 for one in left):
         raise EngineEventError(f"{tag} with remaining_copy_counts {left!r:.60}; expected a count for each hash")
     return [name for name, copies in zip(hashes, left, strict=True) if not copies]
@@ -202,7 +202,8 @@ def _window(tag: str, fields: wire.Fields) -> int | None:
 
 
 def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
-    """The tokens after the last block that its hash covers. `lookahead_token_ids` has one array of tokens per block."""
+    """The tokens after the last block that are covered by the block's hash. `lookahead_token_ids` has one array of
+    tokens per block."""
     ahead = fields.get("lookahead_token_ids")
     if not ahead and (ahead is None or isinstance(ahead, list)):
         return ()
@@ -219,7 +220,7 @@ def _lookahead(tag: str, fields: wire.Fields) -> Sequence[int]:
 
 
 def _untagged(key: Any) -> Sequence[Any]:
-    """The form that events use for a tagged key. Other keys stay as they are."""
+    """Convert a tagged key to the form that events use. Other keys stay as they are."""
     if not isinstance(key, (list, tuple)) or len(key) < 2 or (key[0], type(key[1])) not in _TAGS:
         return (key,)
     if key[0] == "lora":
@@ -232,10 +233,10 @@ def _split_extra_keys(
 ) -> tuple[list[ExtraKeys] | None, str | None]:
     """Split an event's `extra_keys` into (canonical keys without salt, one entry per block; salt or None).
 
-    vLLM writes LoRA name, multimodal keys, salt (first block of a prompt only), embedding digest. Text after the LoRA name in
-    a prompt's first block is the salt. Versions that write events as arrays may also write a multimodal identifier as text,
-    without its offset; so text in the form of a content hash is not taken for a salt. Tagged keys (0.33's own, `_TAGS`) are
-    accepted too. Raises EngineEventError for keys of any other form.
+    vLLM writes the LoRA name, multimodal keys, the salt (only for the first block of a prompt), and the embedding digest, in
+    this order. Text after the LoRA name in a prompt's first block is the salt. Versions that write events as arrays may also
+    write a multimodal identifier as text, without its offset; so text in the form of a content hash is not taken for a salt.
+    Tagged keys (0.33's own, `_TAGS`) are accepted too. Raises EngineEventError for keys of any other form.
     """
     salt: str | None = None
     canonical: list[ExtraKeys] = []

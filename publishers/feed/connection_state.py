@@ -1,10 +1,10 @@
-"""State of the connection to an engine's event socket, and the feed's next task (pure; times in seconds, by the caller's
-clock).
+"""State of the connection to an engine's event socket, and the feed's next task (pure; times are in seconds on the
+caller's clock).
 
     CONNECTING --connected--> CONNECTED --disconnected--> LOST --GRACE_S--> AWAY --connected--> CONNECTED
          `--------------------GRACE_S---------------------------------------^
 
-ZMQ reconnects automatically, so the engine counts as down only after its connection was lost for GRACE_S.
+ZMQ reconnects automatically, so the engine counts as down only after its connection has been lost for GRACE_S.
 
 The feed's next task is the first of these that applies:
 
@@ -99,8 +99,8 @@ class ConnectionState:
         return Connection.LOST if self._connected_once else Connection.CONNECTING
 
     def next_task(self, now_s: float, *, message: bool, engine_up: bool) -> Task:
-        """`message`: True if one was received. `engine_up`: True if the engine is known to be up, regardless of the
-        connection."""
+        """The feed's next task. `message`: True if one was received. `engine_up`: True if the engine is known to be up,
+        regardless of the connection."""
         if self._restart_due:
             self._restart_due = False
             return Task.RESTART

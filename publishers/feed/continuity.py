@@ -30,13 +30,14 @@ from kvatlas.errors import InvalidValue
 from kvatlas_publishers.feed.payload_digests import DIGEST_BYTES, PayloadDigests
 
 REMEMBERED_PAYLOADS = 16_384
-"""More than an engine's replay buffer (10,000 by default), because the feed repeats batches that a replay returned."""
+"""More than an engine's replay buffer holds (10,000 by default), because the feed repeats batches that a replay has
+returned."""
 COMPARED_PAYLOADS = 16
 """A replay starts at most this far back. One payload would reveal another process whose seq is behind ours. Several payloads
 also reveal a process whose next seq happens to follow ours."""
 SAVED_PAYLOADS = 256
 REPLAY_TRIES = 3
-"""Consecutive incomplete replays before all known blocks are dropped."""
+"""Number of consecutive incomplete replays before all known blocks are dropped."""
 
 MAX_SEQ = (1 << 64) - 2  # the end marker of a replay has all bits set
 
@@ -46,7 +47,7 @@ Batch = tuple[int, bytes]
 
 @dataclass(slots=True)  # not frozen, which would triple the time to create one for each message
 class Step:
-    """The caller's next actions. `why` is one line for the log, empty if nothing is unusual."""
+    """The caller's next actions. `why` is a line for the log, empty if nothing is unusual."""
 
     empty: bool = False
     take: Sequence[Batch] = ()
@@ -55,7 +56,7 @@ class Step:
 
     @property
     def is_next_batch(self) -> bool:
-        """True if the only thing to do is to take the offered batch."""
+        """True if all that is left to do is to take the offered batch."""
         return len(self.take) == 1 and self.ask_from is None and not self.empty and not self.why
 
 
@@ -85,20 +86,20 @@ class Continuity:
 
     @property
     def replay_from(self) -> int:
-        """First seq to request from replay."""
+        """The first seq to request from replay."""
         if self.last_seq is None:
             return 0
         return self.last_seq + 1 - min(len(self._digests), COMPARED_PAYLOADS)
 
     @property
     def unproven(self) -> bool:
-        """True if something is held, but the last replay that should have confirmed it was incomplete."""
+        """True if something is held but the last replay, which should have confirmed it, was incomplete."""
         return self._failures > 0
 
     # ---------------------------------------------------------------- what came
 
     def offer(self, seq: int, payload: bytes) -> Step:
-        """Take a message of the feed. Raises InvalidValue for an impossible seq."""
+        """Take a message from the feed. Raises InvalidValue for an impossible seq."""
         if not 0 <= seq <= self._max_seq:
             raise InvalidValue(f"feed seq {seq}; expected 0 to {self._max_seq}")
         last = self.last_seq
@@ -186,7 +187,7 @@ class Continuity:
         return Step(take=self._record_taken(after), why=why)
 
     def _is_other(self, seq: int, payload: bytes) -> bool:
-        """True if a different payload was taken with this seq."""
+        """True if a different payload was taken under this seq."""
         known = self._digests.get(seq)
         return known is not None and known != xxh3_128_digest(payload)
 
@@ -205,7 +206,7 @@ class Continuity:
         return replace(step, ask_from=ask_from, why=f"{why} (try {failures} of {REPLAY_TRIES})")
 
     def _join(self, by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> Step:
-        """Start with the batches that lead up to the pending message, or to the replay's end, because nothing is held."""
+        """Because nothing is held, start with the batches that lead up to the pending message or to the replay's end."""
         if not whole:
             self.counters.replays_failed += 1
             if (by_seq or pending is not None) and self._failures + 1 < REPLAY_TRIES:
@@ -281,7 +282,7 @@ class Continuity:
 
 def _first_batches(by_seq: Mapping[int, bytes], whole: bool, pending: Batch | None) -> list[Batch]:
     """The batches to start with: the longest part without a gap that contains `pending`. Without `pending`, or if another
-    process sent it (see `Continuity.take_replay`): the longest part at the replay's end.
+    process sent it (see `Continuity.take_replay`), they are the longest part at the replay's end.
 
     Earlier batches belong to the process of `pending` only if the replay contains `pending` itself.
     """

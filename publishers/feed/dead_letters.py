@@ -1,4 +1,4 @@
-"""Keeps payloads that could not be decoded for later inspection: a file of bounded size.
+"""Keeps payloads that could not be decoded in a file of bounded size, for later inspection.
 
 One JSON line each: `{"at": seconds since 1970, "worker", "why", "seq", "bytes", "payload": base64 of the first 64 KiB}`.
 """
@@ -24,7 +24,7 @@ class DeadLetters:
         self._half_bytes = max_bytes // 2
 
     def keep(self, why: str, seq: int | None, payload: bytes) -> bool:
-        """Keep a payload. False if there is no path or the file can't be written."""
+        """Keep a payload. Returns False if there is no path or the file can't be written."""
         if self.path is None:
             return False
         letter = {

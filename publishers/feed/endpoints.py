@@ -4,7 +4,7 @@ from kvatlas.errors import SettingsError
 
 
 def endpoint_of_rank(endpoint: str, dp_rank: int | None) -> str:
-    """The endpoint of one data-parallel rank, by the rule of vLLM and SGLang: the port plus the rank.
+    """The endpoint of one data-parallel rank, according to the rule of vLLM and SGLang: the port plus the rank.
 
     Raises SettingsError if the endpoint has no port to add to.
     """

@@ -1,8 +1,9 @@
 """Reads KV events over HTTP from an engine that returns each event only once (TensorRT-LLM's trtllm-serve).
 
-    POST /kv_cache_events   an array of records, at once or after up to two seconds without any (1.3.0rc9 and before)
+    POST /kv_cache_events   an array of records, immediately or after up to two seconds without any (1.3.0rc9 and before)
 
-There is no replay: events of a lost answer, or taken by another reader, are gone. `event_id` has no gaps, which reveals this:
+There is no replay: events in a lost answer, or taken by another reader, are gone. Since `event_id` has no gaps, such a loss
+is noticed:
 
     next in order         take
     anything else         start over: drop all known blocks, and continue from this record
@@ -32,12 +33,12 @@ from kvatlas_publishers.feed.undecodable import STARTING_OVER, Distrust
 
 PATH = "/kv_cache_events"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
-"""Pause after an answer with records, and its limit. After each empty answer the pause grows by half."""
+"""The pause after an answer with records, and the longest pause. After each empty answer, the pause grows by half."""
 RETRY_S = 0.5
 _STREAMS = ("event-stream", "ndjson", "jsonl")
 _ARRAY = "expected one JSON array, as from trtllm-serve's /kv_cache_events: streamed events are not supported"
 ANSWER_S = 30.0
-"""An engine may wait two seconds for events, and a busy engine answers late."""
+"""Time limit for an answer. An engine may wait two seconds for events, and a busy engine answers late."""
 SUSPICIOUS_GAPS = 3
 """From this many gaps on, another reader is the likely cause."""
 FOREIGN_RUNS = 8
@@ -47,7 +48,7 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class DrainPosition:
-    """The last record's number (pure)."""
+    """The number of the last record (pure)."""
 
     def __init__(self) -> None:
         self.last_id: int | None = None
@@ -67,7 +68,7 @@ class DrainPosition:
 
 
 class EventDrain:
-    """The only reader of one engine's events. Gives them to `on_batch`; calls `on_empty` to drop all known blocks."""
+    """The only reader of one engine's events. Passes them to `on_batch`; calls `on_empty` to drop all known blocks."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class EventDrain:
                 await anyio.sleep(pause_s)
 
     async def _read(self, client: httpx.AsyncClient) -> int | None:
-        """Number of records received; None if there was no answer."""
+        """Read once. Returns the number of records received; None if there was no answer."""
         body = bytearray()
         try:
             with anyio.fail_after(ANSWER_S):

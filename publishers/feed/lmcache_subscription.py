@@ -1,9 +1,9 @@
 """Follows the events of LMCache's multiprocess server (0.5.6) over ZMQ, its default transport.
 
-A DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation,
-answer]`. `subscribe_kv_events(instance_id, model_name, cursor, max_events)` gets many answers: each batch follows once the
-previous one is acknowledged by `[request id, b"", b"ack"]`. An answer without its last frame is the end. A subscription lapses
-if its instance sends no `ping`.
+A DEALER sends `[request id, operation, payload...]`, each frame msgpack; the server answers `[request id, operation, answer]`.
+`subscribe_kv_events(instance_id, model_name, cursor, max_events)` gets many answers: each batch follows once the previous one
+is acknowledged by `[request id, b"", b"ack"]`. An answer without its last frame is the end. A subscription expires if its
+instance sends no `ping`.
 
 When a subscription ends for any reason, we withdraw all chunks of the server and subscribe again from the start of its log.
 """
@@ -41,8 +41,8 @@ log = logging.getLogger("kvatlas.publisher")
 
 
 class LMCacheSubscription:
-    """Call `run` (until cancelled). It passes the chunks in the server's CPU memory to `on_batch` once the engine's block size
-    is known."""
+    """Call `run` (until cancelled). Once the engine's block size is known, it passes the chunks in the server's CPU memory to
+    `on_batch`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class LMCacheSubscription:
         )
 
     def restart(self) -> None:
-        """Read all chunks again, because the ledger has dropped them."""
+        """Read all chunks again, because the ledger has dropped its blocks."""
         self._chunks = ChunkEvents()
         self._again = True
 

@@ -46,8 +46,8 @@ class OpenBatches:
         self._ignored: list[str] = []
 
     def take(self, told: bytes | dict[str, Any]) -> EngineBatch:
-        """Record a batch of either form, as bytes (JSON or msgpack) or as a decoded object. Returns it; `skipped` lists what
-        was unreadable or ignored. Raises EngineEventError if it is not a batch."""
+        """Record a batch of either form, as bytes (JSON or msgpack) or as a decoded object. Returns the batch; its `skipped`
+        lists what was unreadable or ignored. Raises EngineEventError if it is not a batch."""
         batch = decode_batch(told) if isinstance(told, bytes) else batch_of(told)
         if batch.has_lost(distrust_unknown=True):
             self._publisher.counters.feed_lost += 1
@@ -135,7 +135,7 @@ class OpenBatches:
         return ()
 
     def _completed(self, event: EngineEvent) -> Sequence[EngineEvent]:
-        """The event completed from the settings; nothing if a needed setting is missing."""
+        """The event, completed from the settings; nothing if a required setting is missing."""
         if not isinstance(event, EngineStored) or event.local_hashes is None:
             return (event,)
         if event.chain != OWN_CHAIN:

@@ -8,7 +8,7 @@ DIGEST_BYTES = 16
 
 
 class PayloadDigests:
-    """Digests of consecutive seqs. Keeps the last `most`."""
+    """The digests of consecutive seqs, of which the last `most` are kept."""
 
     def __init__(self, most: int, first_seq: int = 0, digests: Sequence[bytes] = ()) -> None:
         """`digests`: initial digests, from `first_seq` on."""
@@ -30,7 +30,7 @@ class PayloadDigests:
             self._first_seq += 1
 
     def get(self, seq: int) -> bytes | None:
-        """The payload's digest; None if not remembered."""
+        """The digest of this seq's payload; None if it is not remembered."""
         at = (seq - self._first_seq) * DIGEST_BYTES
         return bytes(self._packed[at : at + DIGEST_BYTES]) if 0 <= at < len(self._packed) else None
 

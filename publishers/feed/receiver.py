@@ -15,7 +15,7 @@ class Receiver:
         self._descriptor = int(socket.getsockopt(zmq.FD))
 
     def receive_queued(self) -> list[bytes] | None:
-        """The frames of a waiting message; None if none waits."""
+        """The frames of a waiting message; None if none is waiting."""
         receive, frames = self._socket.recv, []
         try:
             while True:

@@ -1,5 +1,5 @@
 """Compares the batches of the event socket with those of replay. This reveals a wrong port or topic, which would otherwise go
-unnoticed: replay fills in, seconds late (pure; times in seconds, by the caller's clock).
+unnoticed: replay fills in, seconds late (pure; times are in seconds on the caller's clock).
 """
 
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvatlas_publishers.feed.connection_state import Connection
 
 FOREIGN_S = 2.0
-"""Messages may come under other topics for this long before ours counts as wrong: engines may share a socket."""
+"""How long messages may arrive under other topics before ours counts as wrong, since engines may share a socket."""
 LATE_BATCHES = 2
 """Two batches, because a late subscription may lose one."""
 REPLAYS_FAILED = 2
@@ -45,7 +45,8 @@ class SocketWatch:
         self._refused = False
 
     def record_message(self) -> bool:
-        """Record a message of the event socket under our topic. True for the first message since the socket was connected."""
+        """Record a message of the event socket under our topic. Returns True for the first message since the socket was
+        connected."""
         first, self._heard = not self._heard, True
         self._foreign = None
         return first
@@ -56,9 +57,9 @@ class SocketWatch:
         self._foreign = topic.decode(errors="replace"), since_s
 
     def record_replay(self, *, complete: bool, answered: bool, late_batches: int) -> bool:
-        """`complete`: True if replay answered to the end; `answered`: True if it answered at all. `late_batches`: number of
-        replayed batches that the event socket had not announced. Returns True for the first unanswered replay since the socket
-        was connected: ask once more."""
+        """Record a replay. `complete`: True if it was answered to the end; `answered`: True if it was answered at all.
+        `late_batches`: number of replayed batches that the event socket had not announced. Returns True for the first
+        unanswered replay since the socket was connected: ask once more."""
         self._replay_answers = complete
         self._replays_failed = 0 if answered else self._replays_failed + 1
         if self._asked:  # the first replay returns batches from before the socket was connected
@@ -67,7 +68,7 @@ class SocketWatch:
         return self._replay_endpoint is not None and self._replays_failed == 1
 
     def record_connect(self) -> None:
-        """Record that a publishing socket connected."""
+        """Record that a publishing socket has connected."""
         self._refused = self._asked = False
         self._late_batches = self._replays_failed = 0
 

@@ -36,8 +36,8 @@ POLL_S = 0.5
 """Longest wait for a message before the connection is checked."""
 QUEUED_MESSAGES = 10_000
 PAYLOADS_TO_RECOGNIZE = 64
-"""Number of payloads checked for the engine that wrote them: all of the first RECOGNITION_STRIDE, then one in
-RECOGNITION_STRIDE."""
+"""Number of payloads that are checked to recognize the engine that wrote them: all of the first RECOGNITION_STRIDE,
+then one in RECOGNITION_STRIDE."""
 RECOGNITION_STRIDE = 16
 BATCHES_AT_ONCE = 16
 """Number of messages taken before other tasks get a turn."""
@@ -143,11 +143,11 @@ class Feed:
 
     @property
     def is_away(self) -> bool:
-        """True if there was no connection for longer than the grace time."""
+        """True if there has been no connection for longer than the grace period."""
         return self._connection is Connection.AWAY
 
     def move(self, endpoint: str, replay_endpoint: str | None) -> bool:
-        """Follow the engine's sockets to a new address. False if it is unchanged or can't be used."""
+        """Follow the engine's sockets to a new address. Returns False if the address is unchanged or can't be used."""
         before = self._settings
         if (endpoint, replay_endpoint) == (before.endpoint, before.replay_endpoint) or before.bind:
             return False
@@ -167,7 +167,7 @@ class Feed:
         """Call before the first incarnation: checks whether the engine's process is still the saved one, and reads its earlier
         batches.
 
-        Returns when replay has confirmed the saved state, or the state was dropped. Don't publish anything before that.
+        Returns once replay has confirmed the saved state, or the state has been dropped. Don't publish anything before that.
         """
         await self._follow(self.continuity.resume())
         while self.continuity.unproven:
@@ -247,7 +247,8 @@ class Feed:
                 return
 
     def _read(self, frames: list[bytes]) -> tuple[int, bytes] | None:
-        """Seq and payload of a message, with its batch decoded; None if undecodable, which is recorded."""
+        """The seq and payload of a message, after decoding its batch; None if it can't be decoded, which is
+        recorded."""
         if len(frames) < 2 or len(frames[-2]) != SEQ_BYTES:
             why = f"message of {len(frames)} frames; expected topic, seq of {SEQ_BYTES} bytes, payload"
             self._undecodable.record_message(why, None, frames[-1])
@@ -266,7 +267,8 @@ class Feed:
         return seq, payload
 
     async def _follow(self, step: Step, *, probes: bool = False) -> None:
-        """Execute the continuity's steps until it requests no more replay. `probes`: no message announced a missing batch."""
+        """Execute the continuity's steps until it requests no more replay. `probes`: no message has announced a missing
+        batch."""
         while True:
             if step.why:
                 what_follows = f"; {STARTING_OVER}" if step.empty else ""

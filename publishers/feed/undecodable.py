@@ -36,7 +36,7 @@ RATION_S = 15.0
 
 
 class UndecodableQueue:
-    """Payloads set aside that would have followed next, without a gap in seq (pure)."""
+    """Payloads that were set aside and that would have come next, without a gap in seq (pure)."""
 
     def __init__(self) -> None:
         self._aside: list[Batch] = []
@@ -50,8 +50,8 @@ class UndecodableQueue:
             self._aside = [(seq, payload)]
 
     def take_before(self, seq: int) -> Sequence[Batch]:
-        """Handle a readable message with this seq. Returns the payloads that lead up to it: these were the engine's, all
-        others were not."""
+        """Handle a readable message with this seq. Returns the payloads that lead up to it: these came from the engine;
+        all others did not."""
         aside, self._aside = self._aside, []
         if not aside or aside[-1][0] < seq - 1:
             return []
@@ -59,8 +59,8 @@ class UndecodableQueue:
 
 
 class Distrust:
-    """Limits how often all known blocks are dropped (pure; times in seconds, by the caller's clock). Batches are taken only
-    while the feed `is_trusted`."""
+    """Limits how often all known blocks are dropped (pure; times are in seconds on the caller's clock). Batches are taken
+    only while the feed `is_trusted`."""
 
     def __init__(self, burst: int = BURST, ration_s: float = RATION_S) -> None:
         self._burst = burst
@@ -79,7 +79,7 @@ class Distrust:
         return True
 
     def is_trusted(self, now_s: float) -> bool:
-        """True if batches of the engine may be taken now."""
+        """True if batches from the engine may be taken now."""
         if self._at_s is not None:
             self._left = min(float(self._burst), self._left + max(0.0, now_s - self._at_s) / self._ration_s)
         self._at_s = now_s

@@ -8,7 +8,7 @@ S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
 def open_socket(context: "zmq.Context[S]", kind: int) -> S:
-    """A socket that can connect to and bind addresses of both families."""
+    """Open a socket that can connect to and bind addresses of both families."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)

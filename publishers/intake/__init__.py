@@ -1,1 +1,1 @@
-"""The share of an engine's reported blocks that can be published, and the diagnosis if it is almost none."""
+"""The share of an engine's reported blocks that can be published, and the diagnosis if that is almost none of them."""

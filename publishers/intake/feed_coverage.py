@@ -1,5 +1,5 @@
-"""Judges how much of an engine's feed can be published, and why if it is almost nothing (pure; times in seconds, by the
-caller's clock).
+"""Judges how much of an engine's feed can be published and, if that is almost nothing, why (pure; times are in seconds on
+the caller's clock).
 
     at most a tenth of the reported blocks can be published               the most frequent reason, its share, its cure
     the engine serves requests, no events arrive, nothing is published    the engine's settings
@@ -19,10 +19,11 @@ LEFT_OUT_SHARE = 0.9
 PERIOD_S = 60.0
 HOLES = 3
 HOLES_S = 600.0
-"""The feed has holes if replay left HOLES of them unfilled within this time; each one dropped all known blocks."""
+"""The feed counts as having holes if replay has left HOLES of them unfilled within this time. Each one dropped all
+known blocks."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
-"""An engine that ran requests for this long, or read this many prompt tokens, must have stored a block."""
+"""An engine that has run requests for SERVED_S, or has read this many prompt tokens, must have stored a block."""
 
 
 class Reason(StrEnum):
@@ -55,7 +56,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The engine's work according to its metrics. `prompt_tokens`: total since its start."""
+    """The engine's work according to its metrics. `prompt_tokens`: the total since the engine's start."""
 
     running: bool = False
     prompt_tokens: float = 0.0

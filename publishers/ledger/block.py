@@ -22,7 +22,7 @@ COPIES_BITS = 24
 COPIES_FIELD = (1 << COPIES_BITS) - 1
 
 ORPHAN = -1
-"""`Stretch.usable` of blocks that are held although one of their ancestors is not."""
+"""The value of `Stretch.usable` for blocks that are held although one of their ancestors is not."""
 
 
 class Namespace:
@@ -45,7 +45,7 @@ class Namespace:
         """The first stretch of each chain, by its first packed sequence hash."""
 
     def stretches(self) -> Iterator["Stretch"]:
-        """All of its blocks, depth first, parents before children."""
+        """All blocks of the namespace, depth first, parents before children."""
         waiting = list(self.roots.values())
         while waiting:
             stretch = waiting.pop()
@@ -58,7 +58,8 @@ class Stretch:
 
     `index`: the first block's place in the chain. `hashes`: the packed sequence hashes. `children`: the stretches after the
     last block. `copies`: number of engine hashes that hold a block, by tier (see COPIES_BITS). `usable`: flags of the tiers in
-    which a block is usable; 0 if not held; ORPHAN if held after a hole. `named`: number of engine hashes of a block.
+    which a block is usable; 0 if it is not held; ORPHAN if it is held after a hole. `named`: the number of engine hashes that
+    a block has.
 
     `plain`: each block has exactly one engine hash, in `names`. The device tier has one copy of it or none, not counted
     anywhere else, and no other tier has a copy. A stretch that is not plain is a `Block`.
@@ -103,7 +104,7 @@ class Stretch:
         self.runs = 0
 
     def __len__(self) -> int:
-        """Number of blocks."""
+        """The number of blocks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
@@ -168,7 +169,7 @@ class Stretch:
 
 Block = NewType("Block", Stretch)
 """A stretch of one block that is not plain: its copies are counted by name in the holdings, it may have any number of engine
-hashes, and `names` has one of them or is empty."""
+hashes, and `names` holds one of them or is empty."""
 
 
 def packed_hashes(stretches: Iterable[Stretch]) -> bytes:
@@ -184,7 +185,7 @@ def reversed_hashes(packed: bytes) -> bytes:
 
 
 def tiers_held(copies: int) -> int:
-    """Flags of the tiers that `Stretch.copies` has a copy in."""
+    """The flags of the tiers in which `Stretch.copies` counts a copy."""
     flags, flag = 0, 1
     while copies:
         if copies & COPIES_FIELD:

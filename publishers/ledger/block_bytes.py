@@ -28,14 +28,14 @@ class BlockBytes:
         self._metrics = 0
 
     def tell(self, scope_id: bytes, tier: Tier, block_bytes: int) -> bool:
-        """Set the size from an event. True if it was unknown or different before."""
+        """Set the size given by an event. Returns True if it was unknown or different before."""
         of_scope = self._by_scope.setdefault(scope_id, {})
         before, of_scope[tier] = of_scope.get(tier), block_bytes
         self._latest[tier] = block_bytes
         return before != block_bytes
 
     def tell_metrics(self, block_bytes: int) -> None:
-        """Set the size from the engine's metrics."""
+        """Set the size given by the engine's metrics."""
         self._metrics = block_bytes
 
     def forget_scope(self, scope_id: bytes) -> None:

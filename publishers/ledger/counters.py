@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LedgerCounters:
-    """Counts since the ledger was created, in blocks unless a field says otherwise."""
+    """Counts since the ledger was created; they are numbers of blocks unless a field says otherwise."""
 
     stored: int = 0
     removed: int = 0
@@ -13,7 +13,7 @@ class LedgerCounters:
     removed_unknown: int = 0
     """Removals of a copy that is older than the ledger, so it was never stored here."""
     sparse: int = 0
-    """Stored in groups other than full attention, for which only marks are published."""
+    """Stored in groups other than those of full attention, for which only marks are published."""
     unknown_parent: int = 0
     zero_parent: int = 0
     """Blocks with unknown parent 0, which some engines send for no parent."""
@@ -24,7 +24,7 @@ class LedgerCounters:
     other_block_size: int = 0
     placeholder_unknown: int = 0
     other_chain: int = 0
-    """Left out: reported without token ids by an engine that reports them for other blocks."""
+    """Left out: reported without token ids by an engine that does report them for other blocks."""
     adapter_unnamed: int = 0
     """Left out: neither the engine nor the settings name their adapter."""
     engine_too_old: int = 0
@@ -40,4 +40,4 @@ class LedgerCounters:
     withdrawn: int = 0
     restored: int = 0
     judged_removals: int = 0
-    """Removals of a hash of several blocks. Any of them may be gone, so all count as gone."""
+    """Removals of a hash that stands for several blocks. Any of these may be gone, so all count as gone."""

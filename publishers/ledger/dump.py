@@ -1,4 +1,4 @@
-"""The ledger as bytes, for the saved state: msgpack, versioned, blocks packed.
+"""The ledger as bytes, for the saved state: versioned msgpack with packed blocks.
 
     [version, identity, block size, namespaces, names, owners, evicted, holdings, shared, awaiting, variants, groups, lookahead
      tokens, unproven, small blocks, untold keys, reports, bytes by tier]
@@ -53,7 +53,7 @@ class SavedHolding:
 
 @dataclass(frozen=True, slots=True)
 class SavedCopies:
-    """Copies of a shared hash that certainly belong to one block: (position of the holding, count)."""
+    """Copies of a shared hash that certainly belong to one block, as (position of the holding, count)."""
 
     block: int
     counts: list[tuple[int, int]]
@@ -150,7 +150,7 @@ class SavedLedger:
 
     @cached_property
     def _name_at(self) -> dict[int, EngineHash]:
-        """The last name of each block that has one, by position."""
+        """The latest name of each block that has one, by position."""
         return dict(zip(self.owners, self.names, strict=True))
 
     def _plain_copies(self, residency: Residency) -> dict[int, int]:
@@ -184,7 +184,7 @@ def pack(
     *,
     uses_keys: bool,
 ) -> bytes:
-    """Make the dump."""
+    """Build the dump."""
     namespaces: list[list[Any]] = []
     tier_bytes: list[list[list[int]]] = []
     position_of: dict[Stretch, int] = {}

@@ -18,8 +18,8 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 
 @dataclass(frozen=True, slots=True)
 class ToldGroup:
-    """A group as its events describe it. `block_size`: the largest reported, because blocks at a prompt's end may be smaller; 0
-    if only a connector reported the group, because its blocks may have any size."""
+    """A group as its events describe it. `block_size`: the largest reported, because blocks at the end of a prompt may be
+    smaller; 0 if only a connector has reported the group, because a connector's blocks may have any size."""
 
     kind: AttentionKind
     window_tokens: int | None
@@ -31,9 +31,9 @@ class ReuseOfGroups:
     """The consequences of an engine's groups for reuse.
 
     `rule`: set if residency is not enough to tell what is reusable, and `bits` has each sparse group's bits in
-    `Stretch.held_by`; otherwise None. `upper_bound`: why the published blocks are only an upper bound of reuse; empty if they
+    `Stretch.held_by`; otherwise None. `upper_bound`: why the published blocks are only an upper bound on reuse; empty if they
     are exact or fewer. `eagle`: a hit drops a block. `groups`: number of KV cache groups. `alignment_tokens`: hits are
-    multiples of this; 0: of blocks. `lookahead_tokens`: number of tokens after a block that its hash covers.
+    multiples of this; 0: multiples of blocks. `lookahead_tokens`: number of tokens after a block that its hash covers.
     """
 
     rule: ResumptionRule | None = None
@@ -57,14 +57,14 @@ class EngineGroups:
         self._seen: set[tuple[int, AttentionKind | None, int | None, int, int, str]] = set()
 
     def learn(self, event: EngineStored) -> bool:
-        """Learn an event's facts about its group. True if any was new."""
+        """Learn an event's facts about its group. Returns True if any of them was new."""
         size, is_full = event.block_size, event.kind is not None and event.kind.is_full
         if event.offloaded or (is_full and not 0 < len(event.token_ids) == size * len(event.hashes)):
             size = 0  # events of sparse groups also have the tokens of skipped blocks
         shape = (event.group, event.kind, event.window_tokens, size, event.lookahead_tokens, event.untold_keys)
         if shape in self._seen:
             return False
-        if len(self._seen) >= 4096:  # no engine has that many; this bounds the memory for an odd one
+        if len(self._seen) >= 4096:  # no engine has that many; this limits the memory that an odd one takes
             self._seen.clear()
         self._seen.add(shape)
         ahead = max(self.lookahead_tokens, event.lookahead_tokens)
@@ -88,7 +88,7 @@ class EngineGroups:
 
     @property
     def smallest_full(self) -> int:
-        """Tokens of the smallest full blocks of full attention; 0 if unknown."""
+        """The number of tokens in the smallest full blocks of full attention; 0 if unknown."""
         sizes = [one.block_size for one in self.told.values() if one.kind.is_full and one.block_size]
         return min(sizes, default=0)
 
@@ -151,7 +151,8 @@ class EngineGroups:
         return ReuseOfGroups(rule, bits, "", eagle, count, aligned)
 
     def _rule(self, told: list[tuple[int, ToldGroup]], block_size: int, eagle: bool) -> ResumptionRule:
-        """The resumption rule of these groups. Raises InvalidValue if a group's kind or the sizes are not supported."""
+        """The resumption rule of these groups. Raises InvalidValue if a group's kind or the combination of sizes is not
+        supported."""
         settings = self.settings
         groups = []
         for index, group in told:

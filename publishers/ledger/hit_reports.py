@@ -27,7 +27,8 @@ from kvatlas_publishers.ledger.block import Stretch
 from kvatlas_publishers.ledger.engine_groups import EngineGroups
 
 MOST_DOUBTS = 131_072
-"""Limit of doubtful hashes per group (about 100 bytes each). Beyond it, only hashes with a certain copy are kept."""
+"""Maximum number of doubtful hashes per group (about 100 bytes each). Beyond it, only hashes with a certain copy are
+kept."""
 
 _WINDOWS = (AttentionKind.SLIDING_WINDOW, AttentionKind.SLIDING_WINDOW_MLA)
 
@@ -77,8 +78,8 @@ class HitReports:
         return (event,) if all(taken) else list(self._parts(event, taken))
 
     def lost_before(self, event: EngineStored, parent: Stretch | None) -> list[EngineHash]:
-        """Blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child. They are certain from
-        now on."""
+        """The blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child of it. They are
+        certain from now on."""
         lost, doubts = self._lost.get(event.group), self._doubts.get(event.group)
         if not lost or not doubts or not self._groups.is_full(event.group):
             return []
@@ -146,7 +147,7 @@ class HitReports:
     # ---------------------------------------------------------------- judgement
 
     def _is_new(self, event: EngineStored) -> bool:
-        """True if this is certainly not a report."""
+        """True if the event is certainly not a report."""
         if len(event.token_ids) != event.block_size * len(event.hashes):
             return True
         if not self.knows_all:
@@ -193,7 +194,7 @@ class HitReports:
 
     @staticmethod
     def _take(doubts: dict[EngineHash, int], name: EngineHash) -> bool:
-        """Remove a doubtful copy. False if there is none."""
+        """Remove a doubtful copy. Returns False if there is none."""
         count = doubts.get(name, 0)
         if count > 1:
             doubts[name] = count - 1

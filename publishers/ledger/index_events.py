@@ -15,7 +15,7 @@ from kvatlas_publishers.ledger.block import Namespace, Stretch, reversed_hashes
 from kvatlas_publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
-"""A snapshot chunk has at most 32 KiB of hashes."""
+"""Number of blocks in a snapshot chunk, which thus holds at most 32 KiB of hashes."""
 
 _TIERS: tuple[tuple[Tier, ...], ...] = tuple(tiers_of(flags) for flags in range(1 << len(Tier)))
 
@@ -25,7 +25,7 @@ _Run = tuple[Namespace, int, bytes, bytes | None, int]
 
 
 class IndexEvents:
-    """Makes the events of one worker. `digest` and `blocks` cover everything published now."""
+    """Creates the events of one worker. `digest` and `blocks` cover everything published now."""
 
     __slots__ = ("_last", "_step", "blocks", "digest")
 
@@ -49,7 +49,8 @@ class IndexEvents:
     # ---------------------------------------------------------------- changes
 
     def make(self, change: UsableChange, cleared: bool) -> list[IndexEvent]:
-        """The events of a change. `cleared`: the engine cleared a tier, so one event may remove everything."""
+        """Create the events for a change. `cleared`: the engine has cleared a tier, so one event may remove
+        everything."""
         events: list[IndexEvent] = []
         removed = change.removed
         if self._step > 1:

@@ -7,21 +7,21 @@
 
 An engine batch becomes a change of usable residency (prefix-closed, full-attention groups only), as events in an order that
 keeps residency prefix-closed after each of them. If the model has other groups too, marks say at which of these blocks a prompt
-can be resumed. Facts about the groups are learned from a batch before it is folded.
+can be resumed. Facts about the groups are learned from a batch before the batch is folded.
 
 The following blocks are left out and counted. Their references are kept, so that a later removal finds its count:
 - blocks whose parent is unknown, or known only in another scope: never re-rooted, but resolved once the parent is known;
-- blocks that can't be hashed: token ids beyond 32 bits, or tokens that are not a full block each;
+- blocks that can't be hashed: token ids beyond 32 bits, or tokens that don't fill a whole block each;
 - blocks of a size other than the engine's (partial blocks);
 - blocks reported without token ids by an engine that reports them for other blocks. If an engine never reports token ids, its
   blocks belong to an external chain instead;
-- blocks of an engine whose hashes and parents don't reveal their place in the prompt;
+- blocks of an engine whose hashes and parents don't reveal where in the prompt the blocks are;
 - offload placeholders of an unknown hash. Those of a known hash are copies of its block, in any scope. The same holds for a
   connector's events with tokens; if their hash is unknown, they are left out only if the engine uses adapters, salts or extra
   keys at all.
 A block that was left out is accepted if the engine stores it again in a form that can be resolved.
 
-If in doubt, the ledger under-reports: a count never exceeds the engine's own.
+When in doubt, the ledger under-reports: a count never exceeds the engine's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,8 +60,8 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 __all__ = ["REMEMBERED_EVICTIONS", "Ledger", "LedgerCounters", "LedgerSettings"]
 
 REMEMBERED_EVICTIONS = 65_536
-"""Limit of engine hashes remembered after their last copy is gone (about 400 bytes each), but never more than were held at
-once."""
+"""Maximum number of engine hashes that are remembered after their last copy is gone (about 400 bytes each), but never more
+than were held at the same time."""
 LEAST_REMEMBERED = 1_024
 """Minimum number of engine hashes to remember, even if the engine holds fewer."""
 
@@ -125,7 +125,7 @@ class Ledger:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of the engine's full blocks; None until known."""
+        """Number of tokens in the engine's full blocks; None until it is known."""
         return self._resolver.block_size
 
     @property
@@ -134,7 +134,7 @@ class Ledger:
         return self.block_bytes_of.of_worker(self.block_size)
 
     def set_told_block_bytes(self, block_bytes: int) -> None:
-        """Set the size from the engine's metrics, or from a shared store's writers, which is used if neither events nor
+        """Set the size given by the engine's metrics, or by a shared store's writers. It is used if neither events nor
         settings give one."""
         self.block_bytes_of.tell_metrics(block_bytes)
         self.lineage.read_block_bytes()
@@ -151,7 +151,7 @@ class Ledger:
 
     @property
     def awaiting_events(self) -> int:
-        """Number of stored events that wait for their parent."""
+        """Number of stored events that are waiting for their parent."""
         return len(self._resolver.awaiting)
 
     @property
@@ -260,7 +260,7 @@ class Ledger:
         return events
 
     def _store(self, events: Sequence[EngineEvent], at: int, event: EngineStored) -> None:
-        """Store the engine's own copies that the batch's event number `at` makes certain."""
+        """Store those of the engine's own copies that event number `at` of the batch makes certain."""
         residency, reports = self._residency, self._reports
         if self.settings.set_semantics or event.tier is not Tier.HBM:
             residency.store(event)
@@ -328,7 +328,7 @@ class Ledger:
         return regrouped
 
     def _learn(self, batch: EngineBatch) -> bool:
-        """Learn sizes and groups from a batch. True if all published blocks are forgotten."""
+        """Learn sizes and groups from a batch. Returns True if all published blocks are forgotten."""
         learned = forgot_all = False
         for event in batch.events:
             if isinstance(event, EngineStored):
@@ -366,7 +366,7 @@ class Ledger:
         self._restore(saved)
 
     def _learn_block_size(self, event: EngineStored) -> bool:
-        """Learn the block size from an event. True if blocks were resolved by a different size."""
+        """Learn the block size from an event. Returns True if blocks have been resolved with a different size."""
         known = self.block_size
         size = self.groups.told_block_size(event, known)
         if size is None or size == known:
@@ -378,8 +378,8 @@ class Ledger:
         return known is not None
 
     def _forget_blocks(self) -> bool:
-        """Drop all blocks until they are stored again, because they were resolved by the size of a partial block. True if some
-        were published."""
+        """Drop all blocks until they are stored again, because they were resolved with the size of a partial block. Returns
+        True if some of them were published."""
         announced = self.announced_blocks > 0
         uses_keys = self._resolver.uses_keys
         self._residency.end_removals()
@@ -391,7 +391,7 @@ class Ledger:
     # ---------------------------------------------------------------- state
 
     def snapshot(self) -> list[SnapshotChunk]:
-        """Everything published now. Each chunk has at most 32 KiB of hashes, of one chain."""
+        """Everything that is published now. Each chunk has at most 32 KiB of hashes, all from one chain."""
         return self._publication.snapshot()
 
     def mark_snapshot(self) -> list[Marked | Heads]:
@@ -434,8 +434,8 @@ class Ledger:
     def load(
         cls, dumped: bytes, settings: LedgerSettings, *, remembered_evictions: int = REMEMBERED_EVICTIONS
     ) -> "Ledger":
-        """Load a ledger that `dump` wrote. Raises InvalidValue for other bytes, and if it was saved with settings that give
-        blocks other hashes. Granularity may differ."""
+        """Load a ledger that `dump` wrote. Raises InvalidValue for any other bytes, or if the ledger was saved with
+        settings that give blocks different hashes. The granularity may differ."""
         ledger = cls(settings, remembered_evictions=remembered_evictions)
         saved = ledger_dump.unpack(dumped, settings.identity)
         try:

@@ -26,7 +26,8 @@ from kvatlas_publishers.ledger.settings import LedgerSettings
 LONG_STRETCH = 128
 """Maximum number of blocks in a stretch. Taking a block out moves the names after it."""
 SHORT_STRETCH = 16
-"""A stretch of fewer blocks is joined with the one before it, because engines report generated tokens block by block."""
+"""A stretch with fewer blocks than this is joined with the one before it, because engines report generated tokens block
+by block."""
 
 
 class Place(NamedTuple):
@@ -74,8 +75,8 @@ class Lineage:
         self._maybe_unused: set[bytes] = set()
 
     def release(self) -> None:
-        """Break the reference cycles between blocks, so that an emptied ledger's memory is freed at once, without the garbage
-        collector. Don't use the lineage afterwards."""
+        """Break the reference cycles between blocks, so that an emptied ledger's memory is freed immediately, without the
+        garbage collector. Don't use the lineage afterwards."""
         for blocks in (self.known.values(), self.variants.detached.values(), *self._others.values()):
             for block in blocks:
                 block.parent = block.children = None
@@ -115,7 +116,7 @@ class Lineage:
         self.uses[scope_id] = ScopeUse(use.scope, *self.block_bytes.of(scope_id, use.block_size))
 
     def extend(self, namespace: Namespace, parent: Stretch | None, packed: bytes) -> list[Block]:
-        """The blocks of packed sequence hashes that follow `parent`. Creates missing ones."""
+        """The blocks with these packed sequence hashes that follow `parent`. Missing ones are created."""
         blocks: list[Block] = []
         for at in range(0, len(packed), HASH_BYTES):
             sequence_hash = packed[at : at + HASH_BYTES]
@@ -129,7 +130,7 @@ class Lineage:
     def add(
         self, namespace: Namespace, parent: Stretch | None, packed: bytes, names: Sequence[EngineHash], copies: int
     ) -> list[Stretch]:
-        """Make plain stretches of new blocks, whose names are not known yet."""
+        """Create plain stretches of new blocks, whose names are not known yet."""
         if parent is not None:
             parent = self._join(parent)
         made: list[Stretch] = []
@@ -160,8 +161,8 @@ class Lineage:
         return made
 
     def _join(self, stretch: Stretch) -> Stretch:
-        """Join a short plain stretch with the one that it continues, if they match. As both are published in the same way,
-        both are settled, and settling them again changes nothing."""
+        """Join a short plain stretch with the one that it continues, if they match. Both must be published in the same
+        way, so both are settled, and settling them again changes nothing."""
         before = stretch.parent
         if (
             before is None
@@ -306,7 +307,7 @@ class Lineage:
         return [] if known is None else [known, *self._others.get(name, ())]
 
     def names_of(self, block: Stretch) -> list[EngineHash]:
-        """The hashes of a block that is not plain. Searches all hashes."""
+        """The hashes of a block that is not plain. This searches all hashes."""
         others = [name for name, blocks in self._others.items() if any(one is block for one in blocks)]
         return [*(name for name, one in self.known.items() if one is block), *others]
 
@@ -340,8 +341,8 @@ class Lineage:
             self.variants.touch((name,))
 
     def trim(self, capacity: int) -> tuple[dict[EngineHash, Stretch], list[Block]]:
-        """Forget the hashes evicted first, down to `capacity`. Returns them with their stretches, and all blocks that lost a
-        hash while others follow them."""
+        """Forget the hashes that were evicted first, down to `capacity`. Returns them with their stretches, and all blocks
+        that have lost a hash while other blocks follow them."""
         forgotten: dict[EngineHash, Stretch] = {}
         lost: list[Block] = []
         while len(self.evicted) > capacity:

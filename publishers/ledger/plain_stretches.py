@@ -17,8 +17,8 @@ class PlainStretches:
         self._indexed = holdings.indexed
 
     def store(self, event: EngineStored, place: Place) -> bool:
-        """Store evicted blocks again as they were, then new ones whose hashes are neither known nor counted. For any other
-        event, do nothing and return False."""
+        """Store evicted blocks again as they were, followed by new ones whose hashes are neither known nor counted. For
+        any other event, do nothing and return False."""
         lineage, names = self._lineage, event.hashes
         if event.offloaded or lineage.variants.detached or place.parent in lineage.variants.names:
             return False

@@ -14,10 +14,10 @@ _SECOND_TIER = 1 << COPIES_BITS
 
 @dataclass(slots=True)
 class UsableChange:
-    """One batch's change of usable residency; flags are those of `kvatlas.blocks.tiers`.
+    """The change in usable residency made by one batch; flags are those of `kvatlas.blocks.tiers`.
 
     `removed`: (blocks, previous flags), in no order of depth. `added`: blocks that became usable, parents first. `moved`:
-    (blocks, previous flags) of blocks whose tiers changed. `Stretch.usable` has the new flags.
+    (blocks, previous flags) of blocks whose tiers changed. `Stretch.usable` holds the new flags.
     """
 
     removed: list[tuple[Stretch, int]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class UsableChange:
 
 
 class PrefixClosure:
-    """The only writer of `Stretch.usable`. `orphans`: number of blocks held after a hole."""
+    """The only writer of `Stretch.usable`. `orphans`: the number of blocks that are held after a hole."""
 
     __slots__ = ("orphans",)
 

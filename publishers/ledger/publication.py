@@ -1,5 +1,5 @@
-"""Decides what is published of the blocks that the engine holds: changes of residency become events of usable blocks and
-marks."""
+"""Decides which of the blocks that the engine holds are published: changes in residency become events about usable
+blocks and marks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -77,15 +77,15 @@ class Publication:
         return self._with_marks(change, events)
 
     def begin(self) -> None:
-        """Begin with the residency of a saved ledger, without events."""
+        """Begin with the residency of a saved ledger, without creating events."""
         changed = sorted(self._residency.take_changed(), key=lambda block: block.index)
         change = self._closure.settle(changed)
         self._index_events.make(change, cleared=False)
         self._with_marks(change, [])
 
     def _with_marks(self, change: UsableChange | None, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The events of a change in residency, surrounded by those of the marks, so that marked blocks are held after each
-        event."""
+        """The events for a change in residency, surrounded by those for the marks, so that marked blocks are held after
+        each event."""
         if self._marks is None:
             return events
         touched = self._residency.sparse.take_changed()
@@ -102,7 +102,7 @@ class Publication:
     # ---------------------------------------------------------------- state
 
     def snapshot(self) -> list[SnapshotChunk]:
-        """All published blocks. Each chunk has at most 32 KiB of hashes, of one chain."""
+        """All published blocks. Each chunk has at most 32 KiB of hashes, all from one chain."""
         return self._index_events.chunks(self._lineage.namespaces.values())
 
     def mark_snapshot(self) -> list[Marked | Heads]:

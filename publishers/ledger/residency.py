@@ -23,8 +23,8 @@ from kvatlas_publishers.ledger.plain_stretches import PlainStretches
 class Residency:
     """The only writer of the holdings' counts and of `Stretch.copies`.
 
-    Most blocks are in plain stretches: one copy each, in the device tier. Their counts are not in the holdings, which saves
-    most of a ledger's memory and work. A block is taken out of its stretch before anything else happens to it.
+    Most blocks are in plain stretches, with one copy each in the device tier. Their counts are not in the holdings, which
+    saves most of a ledger's memory and work. A block is taken out of its stretch before anything else happens to it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Residency:
         return changed
 
     def count_by_name(self) -> None:
-        """Count by name from now on: no stretch is plain, and the holdings have every count."""
+        """Count by name from now on: no stretch is plain, and the holdings contain every count."""
         self._lineage.take_out_all()
         self._device = None
 
@@ -201,8 +201,8 @@ class Residency:
             changed.append(block)
 
     def _enter_awaiting(self, names: Sequence[EngineHash]) -> None:
-        """Resolve the events that waited for these hashes. Their blocks are held as their own hashes are, after exactly the
-        hash that they named as their parent."""
+        """Resolve the events that were waiting for these hashes. Their blocks are held as far as their own hashes are,
+        after exactly the hash that they named as their parent."""
         variants = self._lineage.variants
         for name, block, parent_name in self._resolver.resolve_awaiting(names):
             self.enter_tiers(name, block)
@@ -218,7 +218,7 @@ class Residency:
             parent_name = name
 
     def _detach(self, name: EngineHash) -> bool:
-        """Detach a hash: for now it stands for no block. False if it can't be detached."""
+        """Detach a hash: for now it stands for no block. Returns False if it can't be detached."""
         if name in self._shared_hashes or (block := self._lineage.block(name)) is None:
             return False
         del self._lineage.known[name]
@@ -423,7 +423,7 @@ class Residency:
             self._lineage.mark_evicted([name])
 
     def forget(self, forgotten: Mapping[EngineHash, Stretch]) -> None:
-        """Forget these hashes of these blocks, as the lineage has."""
+        """Forget these hashes of these blocks, as the lineage has done."""
         if self.sparse:
             for name, block in forgotten.items():
                 if name not in self._shared_hashes:

@@ -1,4 +1,4 @@
-"""Settings of the ledger: facts that it can't learn from the engine's events."""
+"""Settings of the ledger: facts that it can't learn from an engine's events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from kvatlas.validation import MAX_BLOCK_BYTES
 class LedgerSettings:
     """Identity and event semantics of one engine.
 
-    `block_size`: tokens of a full block; None: the largest block seen. `granularity` g: publish only blocks with
+    `block_size`: tokens in a full block; None: in the largest block seen so far. `granularity` g: publish only blocks with
     index % g == g-1. `chunk_tokens`: the chunk size of chunked attention; 0: unknown. `alignment_tokens`: the scheduler's block
-    size; 0: the smallest that fits all groups. `eagle`: the engine speculates with EAGLE; `eagle_groups`: the KV cache groups
-    with its layers, by default those of full attention. `hybrid`: the model also has other attention, which its events don't
-    show. `set_semantics`: the engine reports hits again, so a copy counts once, however often it is reported (vLLM with
+    size; 0: the smallest one that fits all groups. `eagle`: the engine speculates with EAGLE; `eagle_groups`: the KV cache
+    groups with its layers, by default those of full attention. `hybrid`: the model also has other attention, which its events
+    don't show. `set_semantics`: the engine reports hits again, so a copy counts once, however often it is reported (vLLM with
     `kv_cache_report_mode="full"`). `salt_is_tenant`: a cache salt is the tenant's id; otherwise it is hashed. `adapter_ids`:
     adapter names by id, for an engine that reports only ids; blocks of other adapters are left out. `keep_untold`: hold blocks
     whose removal is never reported until `Ledger.expire` removes them. `has_store`: object store blocks are in a shared store
-    with its own publisher (`kvatlas_publishers.shared_store`). Raises InvalidValue for sizes below 1 and names that are not
+    with its own publisher (`kvatlas_publishers.shared_store`). Raises InvalidValue for sizes below 1 or for names that are not
     valid in a scope.
     """
 

@@ -16,7 +16,8 @@ EVERY_S = 5.0
 keys."""
 LOOK_S = 0.5
 MOST_WAITING = 1_024
-"""Limit of notices kept while NATS is down. Beyond it, a single notice that all blocks are gone replaces them."""
+"""Maximum number of notices that are kept while NATS is down. Beyond that, they are replaced by a single notice that
+all blocks are gone."""
 
 
 class StoreNotifier:
@@ -31,10 +32,10 @@ class StoreNotifier:
         self._waiting: deque[bytes] = deque()
 
     def collect(self) -> None:
-        """Take the ledger's changes of the store."""
+        """Take the ledger's changes to the store."""
         writes = self._ledger.store_writes
         changes = writes.take() if writes is not None else []
-        if not changes or not self._encode(changes):  # without a size, no block is known yet
+        if not changes or not self._encode(changes):  # while the size is not known, no block is known either
             return
         if len(self._waiting) > MOST_WAITING:
             self._counters.store_notices_lost += len(self._waiting)
@@ -57,7 +58,8 @@ class StoreNotifier:
                     self._counters.store_notices += 1
 
     def _encode(self, changes: Sequence[StoreChange]) -> bool:
-        """Add the notices of these changes to those that are waiting. False if the engine's block size is not known yet."""
+        """Add the notices for these changes to those that are waiting. Returns False if the engine's block size is not
+        known yet."""
         ledger = self._ledger
         if ledger.block_size is None:
             return False

@@ -38,7 +38,7 @@ from kvatlas_publishers.settings import PublisherSettings
 from kvatlas_publishers.shared_store.receiver import adapters_gone, events_of, objects_of
 
 MOST_WRITERS = 1_024
-"""Limit of writers whose block sizes are remembered."""
+"""Maximum number of writers whose block sizes are remembered."""
 SAVE_EVERY_S = 60.0
 CLEAR_LOOK_S = 1.0
 
@@ -93,7 +93,7 @@ class SharedStore:
             self._master = None
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled; after `open`."""
+        """Publish until cancelled. Call `open` first."""
         publisher = self._publisher
         async with publisher:
             publisher.begin_publishing()
@@ -143,7 +143,7 @@ class SharedStore:
             publisher.record(EngineBatch(events))
 
     def _tell_block_bytes(self, writer: str, block_bytes: int) -> None:
-        """Set the size that most writers give. The store's own settings take precedence."""
+        """Set the size to the one that most writers report. The store's own settings take precedence."""
         told = self._told_bytes
         if told.get(writer) == block_bytes or (writer not in told and len(told) >= MOST_WRITERS):
             return
@@ -152,7 +152,7 @@ class SharedStore:
         self._publisher.ledger.set_told_block_bytes(usual)
 
     def _on_master(self, batch: EngineBatch) -> None:
-        """Take a report of Mooncake's master: blocks that it stored and evicted for all writers."""
+        """Take a report from Mooncake's master: blocks that it stored and evicted for all writers."""
         publisher = self._publisher
         batch = objects_of(batch, publisher.ledger.settings)
         if any(isinstance(event, EngineRemoved) and event.hashes for event in batch.events):
@@ -201,7 +201,7 @@ class SharedStore:
         file.try_save(state, publisher.counters)
 
     def _load(self) -> tuple[Ledger, int]:
-        """The saved ledger, aged by the time since, and its incarnation; or an empty one."""
+        """The saved ledger, aged by the time that has passed since, and its incarnation; or an empty ledger."""
         saved = self._state_file.load() if self._state_file is not None else None
         if saved is None:
             return Ledger(self._settings.ledger), 0

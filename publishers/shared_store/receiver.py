@@ -1,7 +1,7 @@
 """Turns writers' notices into events of the store's own ledger (pure).
 
 Blocks are named by scope and sequence hash, because the writers of one store may be different engines or have different hash
-seeds. Blocks of another model, tenant or size than the store's are refused.
+seeds. Blocks whose model, tenant or size differs from the store's are refused.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,8 +34,8 @@ TIER = Tier.OBJECT_STORE
 
 
 def events_of(notice: StoreNotice, settings: LedgerSettings, *, uses_keys: bool) -> list[EngineEvent]:
-    """A notice as events, except removed adapters (`adapters_gone`). `uses_keys`: the ledger already knows that keys are used.
-    Raises WireError for a notice that does not fit the store."""
+    """Convert a notice to events, except for removed adapters (`adapters_gone`). `uses_keys`: the ledger already knows that
+    keys are used. Raises WireError for a notice that does not fit the store."""
     if notice.block_size != settings.block_size:
         raise WireError(f"blocks of {notice.block_size} tokens; the store's have {settings.block_size}")
     events: list[EngineEvent] = []
@@ -47,7 +47,8 @@ def events_of(notice: StoreNotice, settings: LedgerSettings, *, uses_keys: bool)
 
 
 def objects_of(batch: EngineBatch, settings: LedgerSettings) -> EngineBatch:
-    """Convert a batch of Mooncake's master for the store's own ledger. Objects of another model or tenant are left out."""
+    """Convert a batch from Mooncake's master for the store's own ledger. Objects of another model or tenant are left
+    out."""
     events: list[EngineEvent] = []
     skipped = list(batch.skipped)
     for event in batch.events:
@@ -101,7 +102,8 @@ def _names(scope: Scope, hashes: bytes) -> Iterator[bytes]:
 
 
 def _salt(scope: Scope, settings: LedgerSettings) -> str | None:
-    """The scope's tenant as a salt, the form that the ledger expects. Raises WireError if the scope does not fit the store."""
+    """The scope's tenant as a salt, which is the form that the ledger expects. Raises WireError if the scope does not fit the
+    store."""
     if (scope.model_id, scope.tokenizer_id) != (settings.model_id, settings.tokenizer_id):
         raise WireError(f"blocks of {scope.log_name}; the store is of {settings.model_id}/{settings.tokenizer_id}")
     if scope.tenant_id == settings.tenant_id:

@@ -1,4 +1,4 @@
-"""An engine whose KV events are read over HTTP, each only once (TensorRT-LLM): its reader and its publisher.
+"""An engine whose KV events are read over HTTP, each only once (TensorRT-LLM), with its reader and its publisher.
 
 Nothing is saved: events returned after the last save would be lost, and answers don't identify the engine's process. So its
 publisher starts empty, and learns of blocks as the engine stores them.
@@ -15,14 +15,14 @@ from kvatlas_publishers.sources.eventless_engine import EventlessEngine
 
 
 class DrainedEngine(EventlessEngine):
-    """One such engine. A restart is seen in its events."""
+    """One such engine. Its events show when it restarts."""
 
     def __init__(self, settings: PublishSettings) -> None:
         super().__init__(settings)
         self._dead_letters = DeadLetters(settings.state_dir, self.worker_id)
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Make the publisher; events are requested over HTTP."""
+        """Create the publisher; events are requested over HTTP."""
         self._publisher = publisher = Publisher(self._settings, nats=client, begin=False)
         assert self._settings.engine_url is not None, "settings of a drained engine have its address"
         self._drain = EventDrain(

@@ -1,4 +1,4 @@
-"""An engine without KV events. Its heartbeat and load are published, and the fact that its residency is unknown.
+"""An engine without KV events. What is published is its heartbeat, its load, and the fact that its residency is unknown.
 
 Routers predict its blocks from the requests they send it (`EngineEndpoint.events`), within one incarnation. When the engine
 restarts, a new incarnation begins and ends all predictions.
@@ -30,7 +30,7 @@ class EventlessEngine:
         self._was_up = False
 
     def open(self, client: Client, context: zmq.asyncio.Context) -> None:
-        """Make the publisher; no socket is opened."""
+        """Create the publisher; no socket is opened."""
         self._publisher = Publisher(
             self._settings,
             nats=client,
@@ -43,7 +43,7 @@ class EventlessEngine:
         """Do nothing: no socket is open."""
 
     async def run(self, ready: Callable[[Publisher], None]) -> None:
-        """Publish until cancelled, or until the events end; after `open`."""
+        """Publish until cancelled, or until the events end. Call `open` first."""
         publisher = self._publisher
         if publisher.engine.poller is not None:
             await publisher.engine.poller.poll_once()
@@ -60,7 +60,7 @@ class EventlessEngine:
         await anyio.sleep_forever()
 
     def _on_engine_change(self, state: EngineState) -> None:
-        """Handle a change of the engine's state: an engine that was down may have lost its cache, even if no page says when
+        """Handle a change in the engine's state: an engine that was down may have lost its cache, even if no page says when
         its process started."""
         if state is EngineState.UP:
             if self._was_up:

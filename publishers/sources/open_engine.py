@@ -34,8 +34,8 @@ class OpenEngine(EventlessEngine):
         self._batches = OpenBatches(self._publisher)
 
     def take(self, payload: bytes) -> EngineBatch:
-        """Record one batch. If it is not a batch, it is counted, kept as a dead letter, and EngineEventError is raised. No
-        blocks are dropped, because the caller gets the error and sends the batch again."""
+        """Record one batch. A payload that is not a batch is counted and kept as a dead letter, and EngineEventError is
+        raised. No blocks are dropped, because the caller gets the error and sends the batch again."""
         try:
             batch = self._batches.take(payload)
         except EngineEventError as error:

@@ -83,7 +83,8 @@ class Changelog:
         self._pending.extend(batch.events)
 
     def fold(self) -> list[IndexEvent]:
-        """Fold the recorded events into the ledger. Returns the change; `publish` it before the next fold."""
+        """Fold the recorded events into the ledger. Returns the change, which must be published with `publish` before
+        the next fold."""
         if not self._pending:
             return []
         events, self._pending = self._pending, []
@@ -143,7 +144,7 @@ class Changelog:
 
     def split_smaller(self, seq: int) -> bool:
         """Handle a message that the stream refused for its size: require a new incarnation with messages of at most half of
-        that. False if they can't be smaller."""
+        that. Returns False if they can't be any smaller."""
         if not self.outbox.halve_messages(seq):
             return False
         self._lost = False  # no more messages of this incarnation are sent
@@ -156,8 +157,8 @@ class Changelog:
             self.incarnation_due = reason
 
     def request_snapshot(self, above: int, headers: Headers = None) -> bool:
-        """Request a snapshot because incarnation `above` is in doubt. False if ours is already above it, so there is nothing
-        to do.
+        """Request a snapshot because incarnation `above` is in doubt. Returns False if ours is already above it, so that there
+        is nothing to do.
 
         `headers`: the request's trace context, kept in `snapshot_request` until the snapshot begins. Raises InvalidValue if no
         incarnation is left above it.
@@ -190,8 +191,8 @@ class Changelog:
         """Begin the due incarnation with a snapshot of everything published, after folding pending events. `headers`: for its
         messages.
 
-        Does nothing and returns False if this publisher has yielded, or if a snapshot above `incarnation` was requested
-        meanwhile (use another number).
+        Does nothing and returns False if this publisher has yielded, or if a snapshot above `incarnation` has been requested
+        in the meantime (use another number).
         """
         if self.yielded or incarnation <= max(self.outbox.incarnation, self.saved_incarnation, self._requested):
             return False
@@ -220,7 +221,7 @@ class Changelog:
     # ---------------------------------------------------------------- another publisher of the worker
 
     def record_heartbeat(self, incarnation: int) -> bool:
-        """Record a heartbeat of this worker. True if it is from a newer publisher."""
+        """Record a heartbeat of this worker. Returns True if it is from a newer publisher."""
         if not self.outbox.incarnation or incarnation <= self.outbox.incarnation:
             return False
         self._requested = max(self._requested, incarnation)
@@ -234,7 +235,7 @@ class Changelog:
         self.require_incarnation(IncarnationReason.TAKEN_OVER)
 
     def take_over(self) -> None:
-        """Take over from the other publisher, which is silent: a new incarnation above its own is due."""
+        """Take over from the other publisher, which is silent: a new incarnation above the other's is due."""
         self.yielded = False
 
     # ---------------------------------------------------------------- checkpoints
@@ -255,14 +256,14 @@ class Changelog:
             self._overflow()
 
     def _overflow(self) -> None:
-        """Give up this incarnation: the outbox takes no more of its messages."""
+        """Abandon this incarnation: the outbox accepts no more of its messages."""
         self._counters.overflows += 1
         self._lost = True
         self.require_incarnation(IncarnationReason.OVERFLOW)
 
     @property
     def flushed(self) -> bool:
-        """True if the stream has everything recorded."""
+        """True if the stream has everything that was recorded."""
         return not self._pending and self.incarnation_due is None and self.outbox.incarnation > 0 and self.outbox.empty
 
     def _count(self, events: Sequence[IndexEvent], messages: int) -> None:

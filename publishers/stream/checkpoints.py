@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """A checkpoint follows after this many messages or seconds with changes, and when a changed worker becomes idle."""
+    """A checkpoint is due after this many messages or seconds with changes, and when a worker that has changed becomes
+    idle."""
 
     every_messages: int = 1000
     every_s: float = 30.0
@@ -13,7 +14,7 @@ class CheckpointSettings:
 
 
 class CheckpointClock:
-    """Counts messages since the last checkpoint or snapshot. Without any, no checkpoint is due."""
+    """Counts messages since the last checkpoint or snapshot. If there are none, no checkpoint is due."""
 
     def __init__(self, settings: CheckpointSettings) -> None:
         self._settings = settings
@@ -33,7 +34,7 @@ class CheckpointClock:
         self._messages = 0
 
     def due_in(self, now_s: float) -> float | None:
-        """Seconds until a checkpoint is due; 0 if it is due; None if nothing changed since the last one."""
+        """Seconds until a checkpoint is due; 0 if it is due; None if nothing has changed since the last one."""
         if not self._messages:
             return None
         if self._messages >= self._settings.every_messages:

@@ -1,5 +1,5 @@
-"""Folds recorded batches into the ledger and publishes the change: at once while nothing is in flight, otherwise together with
-the batches of the next 5 ms."""
+"""Folds recorded batches into the ledger and publishes the change: immediately while nothing is in flight, otherwise together
+with the batches of the next 5 ms."""
 
 import logging
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from kvatlas_publishers.stream.message_split import block_count
 
 LINGER_S = 0.005
 LINGER_EVENTS = 2048
-"""This many pending engine events are folded without lingering."""
+"""If this many engine events are pending, they are folded without lingering."""
 
 
 class FoldLoop:
     """Call `record` for each batch, `run` until cancelled, and `on_progress` when the stream has acknowledged messages."""
 
     def __init__(self, parts: PublisherParts, on_published: Callable[[], None]) -> None:
-        """`on_published`: the outbox has new messages."""
+        """`on_published`: called when the outbox has new messages."""
         self._parts = parts
         self._changelog = parts.changelog
         self._on_published = on_published
@@ -71,7 +71,7 @@ class FoldLoop:
             return None
 
     def publish(self, events: list[IndexEvent]) -> None:
-        """Publish the change of the last `fold`, in one span."""
+        """Publish the change from the last `fold`, in one span."""
         if self._changelog.incarnation_due is not None:
             self._parts.due.wake()
         if events:
@@ -102,7 +102,7 @@ class FoldLoop:
             await self._progress.wait()
 
     def on_progress(self) -> None:
-        """Continue once the outbox is empty: with pending events, and with a waiting flush."""
+        """Once the outbox is empty, continue with pending events and with a waiting flush."""
         if self._changelog.outbox.empty:
             if self._changelog.pending_events:
                 self._wakeup.wake()

@@ -30,9 +30,9 @@ async def await_grant(
     rng: random.Random,
     on_refused: Callable[[], None],
 ) -> None:
-    """Ask until granted, with jitter: again when the owner says so, or with back-off if no owner answers. `next_request` is
-    called each time, since the held blocks change in the meantime; it returns None if a grant is no longer needed.
-    `on_refused`: called for every missing or negative answer."""
+    """Ask until the grant is given, with jitter: again when the owner says to, or with back-off if no owner answers.
+    `next_request` is called each time, since the held blocks change in the meantime; it returns None if a grant is no
+    longer needed. `on_refused`: called for every missing or negative answer."""
     backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     while (request := next_request()) is not None:
         counters.grants_asked += 1

@@ -24,7 +24,7 @@ _TIER_BYTES = 1 + 5
 _LARGEST_SCOPE_BYTES = 10 + 1 + 5 * (3 + MAX_NAME_BYTES) + 9 + 9 + 1 + (len(Tier) - 1) * _TIER_BYTES  # with a chain
 
 SMALLEST_MESSAGE_BYTES = 4096
-"""A limit that every event fits, if split between its hashes, even with the longest names."""
+"""A limit that every event fits, even with the longest names, if it is split between its hashes."""
 
 _OF_BLOCKS = (Stored, SnapshotChunk, Removed)
 _OF_MARKS = (Marked, Unmarked, Heads)
@@ -37,7 +37,7 @@ Part = tuple[list[IndexEvent], dict[bytes, ScopeUse]]
 
 
 def event_bytes(event: IndexEvent) -> int:
-    """Upper bound of the bytes an event takes on the wire."""
+    """Upper bound on the bytes that an event takes on the wire."""
     if isinstance(event, (Stored, SnapshotChunk)):
         return _STORED_BYTES + len(event.hashes)
     if isinstance(event, Removed):
@@ -50,7 +50,7 @@ def event_bytes(event: IndexEvent) -> int:
 
 
 def scope_bytes(use: ScopeUse) -> int:
-    """Upper bound of the bytes a scope's entry in the scopes map takes on the wire."""
+    """Upper bound on the bytes that a scope's entry in the scopes map takes on the wire."""
     scope = use.scope
     names = (scope.model_id, scope.tokenizer_id, scope.adapter_id or "", scope.tenant_id, scope.chain)
     return 10 + 1 + sum(3 + len(name.encode()) for name in names) + 9 + 9 + 1 + _TIER_BYTES * len(use.tier_bytes)
@@ -143,5 +143,5 @@ def _split_marks(event: Marked | Unmarked | Heads, largest_bytes: int) -> Iterat
 
 
 def block_count(events: Sequence[IndexEvent]) -> int:
-    """Number of blocks that the events add and remove."""
+    """The number of blocks that the events add or remove."""
     return sum(len(e.hashes) for e in events if isinstance(e, _OF_BLOCKS)) // HASH_BYTES

@@ -1,10 +1,10 @@
-"""The outbox of one worker's incarnation: pure go-back-N.
+"""The outbox of one worker's incarnation, which uses go-back-N (pure).
 
 Invariants (property-tested over a bus that loses, repeats, delays and reorders):
 - a message is released only after all earlier ones. So the stream's messages of an incarnation, read through the fence
   `seq = last + 1`, are always a prefix of what was put in, and all of it once the outbox is empty;
-- an acknowledgement counts only if it is of the current round and its stream position is above that of the previous message.
-  The index drops any other copy as a gap;
+- an acknowledgement counts only if it belongs to the current round and its stream position is above that of the previous
+message. The index treats any other copy as a gap and drops it;
 - an incarnation starts with its snapshot, whose messages are contiguous.
 """
 
@@ -98,7 +98,7 @@ class Outbox:
 
     @property
     def in_flight(self) -> int:
-        """Number of messages sent in this round but not released."""
+        """Number of messages that have been sent in this round but not released."""
         return self._sent
 
     @property
@@ -108,7 +108,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int:
-        """Number of messages not released, sent or not."""
+        """Number of messages that have not been released, whether sent or not."""
         return len(self._kept)
 
     @property
@@ -118,7 +118,8 @@ class Outbox:
     # ---------------------------------------------------------------- putting in
 
     def limit_message_bytes(self, largest_bytes: int) -> None:
-        """Limit new messages to the largest size that the server takes. Messages already in the outbox stay as they are."""
+        """Limit new messages to the largest size that the server accepts. Messages already in the outbox stay as they
+        are."""
         if largest_bytes < self.limits.message_bytes:
             self.limits = replace(self.limits, message_bytes=largest_bytes)
 
@@ -158,8 +159,8 @@ class Outbox:
     def put(
         self, events: Sequence[IndexEvent], uses: Mapping[bytes, ScopeUse], ts_us: int, headers: Headers = None
     ) -> int:
-        """Take one flush's events. Returns the number of messages; 0 if they don't fit: then none is taken, and `overflowed`
-        is set.
+        """Take the events of one flush. Returns the number of messages; 0 if they don't fit, in which case none is taken and
+        `overflowed` is set.
 
         `uses` describes every scope of the events; each message carries those that it uses.
         """
@@ -203,13 +204,14 @@ class Outbox:
         self.overflowed = True
 
     def finish(self, event: IndexEvent, ts_us: int) -> None:
-        """Put the last message of this incarnation, regardless of the limits. No more is taken until the next `begin`."""
+        """Put in the last message of this incarnation, regardless of the limits. No more are taken until the next
+        `begin`."""
         (payload,) = self._encode([event], {}, ts_us, self.limits.message_bytes)
         self._kept.append(_Kept(payload, None, 0))
         self.overflowed = True
 
     def checkpoint(self, digest: Sequence[int], ts_us: int) -> int:
-        """Put a checkpoint. `digest` (see `Checkpoint`) covers everything put in so far."""
+        """Put in a checkpoint. `digest` (see `Checkpoint`) covers everything put in so far."""
         return self.put([Checkpoint(digest)], {}, ts_us)
 
     def _encode(

@@ -1,5 +1,5 @@
-"""Books a worker for a request. Failing workers are avoided; the request waits for its turn if all are full, and is refused if
-all would be too late.
+"""Books a worker for a request. Failing workers are avoided. If all workers are full, the request waits for its turn; if all
+of them would be too late, it is refused.
 
 The proxy and the endpoint picker admit requests here.
 """
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class RequestShed(KvatlasError):
-    """Every engine would miss the SLO by far. The request is refused and its booking released."""
+    """Every engine would miss the SLO by far. The request is refused and its booking is released."""
 
     def __init__(self, retry_after_s: int) -> None:
         line = f"every engine would miss the SLO (the router's latency target) by far; try again in {retry_after_s} s"
@@ -33,15 +33,15 @@ class RequestShed(KvatlasError):
 
 
 class AdmissionCounters(Protocol):
-    """`queued`: requests that waited for a worker with room."""
+    """`queued`: how many requests had to wait for a worker with room."""
 
     queued: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """`shed`: refuse a request if so advised. `tenant_header` and `priority_header`: headers with a request's tenant and
-    priority in the queue, in lower case; '' for none."""
+    """`shed`: refuse a request when the choice advises it. `tenant_header` and `priority_header`: names, in lower case,
+    of the headers that carry a request's tenant and its priority in the queue; '' for none."""
 
     shed: bool = False
     tenant_header: str = ""
@@ -49,7 +49,7 @@ class AdmissionSettings:
 
 
 class Admission:
-    """Books workers; the caller ends each booking with `end`. Safe to share between tasks of one event loop."""
+    """Books workers. The caller ends each booking with `end`. Can be shared between tasks of one event loop."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a worker with room."""
+        """Number of requests that are waiting for a worker with room."""
         return self._queue.waiting()
 
     @property
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
+        """Number of waiting requests from all routers, in the pools in which this router has waiting requests."""
         return self._queue.pool_waiting()
 
     async def close(self) -> None:
@@ -90,11 +90,11 @@ class Admission:
         weight: float = 1.0,
         wait: Wait | None = None,
     ) -> Booked:
-        """Book the first worker or pair for a request. `text=None`: its prompt is not read. `header`: looks up a header by its
-        lower-case name. `tenant_id`, `priority`: proven values, overriding the headers'. `weight`: its tenant's share of the
-        queue. `wait`: filled in if it waits.
+        """Book the first worker or pair for a request. `text=None`: the request's prompt is not read. `header`: a function
+        that looks up a header by its lower-case name. `tenant_id`, `priority`: proven values, which override those in the
+        headers. `weight`: the tenant's share of the queue. `wait`: filled in if the request waits.
 
-        Raises NoWorkers, EnginesRest, Unreachable, QueueFull and RequestShed.
+        Raises NoWorkers, EnginesRest, Unreachable, QueueFull or RequestShed.
         """
         if self._queue.settings.requests:
             waiting = self._waiting(prompt, header, tenant_id, priority, weight)
@@ -109,8 +109,8 @@ class Admission:
     async def book(
         self, prompt: Prompt, text: TextRequest | None, tried: frozenset[str] = frozenset(), *, apart: bool = True
     ) -> Booked:
-        """Book a worker that was not tried yet, even without room. `apart`: a pair is allowed. Raises NoWorkers, EnginesRest
-        and Unreachable."""
+        """Book a worker that has not been tried yet, even if it has no room. `apart`: a pair is allowed. Raises NoWorkers,
+        EnginesRest or Unreachable."""
 
         def book(avoid: frozenset[str]) -> Awaitable[Booked]:
             return self._pairs.book(prompt, text, avoid, apart=apart)
@@ -129,15 +129,15 @@ class Admission:
         priority: int | None = None,
         weight: float = 1.0,
     ) -> Booked:
-        """Like `book`, but for another attempt of an admitted request, or for the rest of its answer. The request does not
-        wait again, but its tenant is charged for it while others wait. See `admit`."""
+        """Like `book`, but for another attempt at an admitted request, or for the rest of its answer. The request does not
+        wait again, but its tenant is charged for it if other requests are waiting. See `admit`."""
         if self._queue.settings.requests:
             waiting = replace(self._waiting(prompt, header, tenant_id, priority, weight), may_wait=False)
             prompt = replace(prompt, waiting=waiting)
         return await self.book(prompt, text, tried, apart=apart)
 
     async def end(self, prompt: Prompt, choice: Booked) -> None:
-        """End the request as failed, unless the choice was already finished."""
+        """End the request as failed, unless the choice has already been finished."""
         try:
             await choice.done(status=0)
         except Unreachable as error:
@@ -180,7 +180,7 @@ class Admission:
         )
 
     def _priority(self, header: Callable[[bytes], str | None]) -> int:
-        """The priority in the header. As in vLLM, lower is earlier and 0 the default."""
+        """The priority in the header. As in vLLM, lower values come first, and the default is 0."""
         named = self._settings.priority_header
         try:
             return int((header(named.encode()) if named else None) or 0)

@@ -1,8 +1,8 @@
-"""Requests of this router that wait while every worker of their pool is over its limits.
+"""This router's requests that wait while every worker of their pool is over its limits.
 
-A request that waits here rather than in an engine goes to the first worker with room. The order is the pool's, the same for
-all routers (`kvatlas.reservations.pool_queue`): the store decides whose turn it is, and this router asks for the turns of its
-own requests. If the store does not answer, the router keeps the same order among its own requests.
+A request that waits here rather than in an engine goes to the first worker with room. The pool has one order for all routers
+(`kvatlas.reservations.pool_queue`): the store decides whose turn it is, and this router asks for the turns of its own
+requests. If the store does not answer, the router keeps the same order among its own requests.
 """
 
 import asyncio
@@ -22,26 +22,27 @@ from router_client.errors import NoWorkers
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""Interval at which a router asks for its turns. Room is freed by other routers' requests too, or shown by engines' reports."""
+"""Interval at which a router asks for its turns. Other routers' requests free room too, and engines' reports may show some."""
 NEAR_LOOK_S = 0.02
 """Interval if one of the router's requests may soon have its turn: a freed slot stays idle until the router asks."""
 LEAST_LOOK_S = 0.01
-"""Shortest interval, used while requests of this router end."""
+"""Shortest interval, used while this router's requests are ending."""
 MISSING_LOOKS = 3
 """Number of checks after which requests that the store has lost are sent to it again. If it has lost all of them, they are
-sent at once."""
+sent again immediately."""
 
 FORGOTTEN_S = 2.0
-"""Time without asking after which the store has dropped this router's waiting requests. A router without waiting requests does
+"""If a router has not asked for this long, the store has dropped its waiting requests. A router without waiting requests does
 not ask."""
 REST_S = 0.5
-"""Time that a request stays out of the queue if its router sees only workers that asked for a pause."""
+"""How long a request stays out of the queue if its router sees only workers that have asked for a pause."""
 
 _log = logging.getLogger("kvatlas_router.admission")
 
 
 class QueueFull(KvatlasError):
-    """No more requests may wait, or this one waited too long. `retry_after_s`: seconds until a retry."""
+    """No more requests may wait, or this one has waited too long. `retry_after_s`: when to retry, in seconds from
+    now."""
 
     def __init__(self, line: str, retry_after_s: int) -> None:
         super().__init__(line)
@@ -50,8 +51,8 @@ class QueueFull(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Limits of each pool's queue: `requests` (0: no queue, so requests go to full engines), their prompts' `tokens`, and the
-    longest wait."""
+    """Limits of each pool's queue: the number of `requests` (0: no queue, so requests go to full engines), the total `tokens`
+    of their prompts, and the longest wait."""
 
     requests: int = 0
     tokens: int = 1_000_000
@@ -59,7 +60,7 @@ class QueueSettings:
 
 
 class TurnSource(Protocol):
-    """Where turns come from: `RouterClient`."""
+    """Where turns come from; implemented by `RouterClient`."""
 
     async def turns(
         self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
@@ -67,13 +68,14 @@ class TurnSource(Protocol):
 
 
 Book = Callable[[WaitingRequest, frozenset[str]], Awaitable[T | None]]
-"""Books a worker other than these for a request that may wait. None: all workers rest. Raises MustWait and QueueIsFull."""
+"""Books a worker other than the given ones for a request that may wait. Returns None if all workers are resting. Raises
+MustWait or QueueIsFull."""
 
 
 @dataclass(slots=True)
 class Wait:
-    """One request's wait, as its client may see it. `waited_s`: until its booking or its end; `reason`: `full`, `turn`, or
-    `rest` if every engine asked for a pause; `alone`: it was ordered by this router, not by the pool."""
+    """One request's wait, as its client may see it. `waited_s`: time until it was booked or ended; `reason`: `full`,
+    `turn`, or `rest` if every engine has asked for a pause; `alone`: this router, not the pool, decided its place."""
 
     reason: str = ""
     place: Place | None = None
@@ -91,7 +93,7 @@ class Wait:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request that waits. `turn` is set when it may be tried on workers other than `blocked`, or when it was `refused`."""
+    """A waiting request. `turn` is set when it may be tried on workers other than `blocked`, or when it was `refused`."""
 
     request: WaitingRequest
     arrived_s: float
@@ -102,16 +104,16 @@ class _Ticket:
     refused: bool = False
     entered: bool = False
     rests_until_s: float = 0.0
-    """Until then it is in no queue, because this router sees only workers that asked for a pause; other routers may see more
-    workers."""
+    """Until this time the request is in no queue, because this router sees only workers that have asked for a pause. Other
+    routers may see more workers."""
 
     def row(self, now_s: float) -> WaitingRequest:
-        """The request with its current age and the time that it has left."""
+        """The request, with its current age and its remaining time."""
         age_us, left_us = round((now_s - self.arrived_s) * 1e6), round((self.until_s - now_s) * 1e6)
         return replace(self.request, age_us=max(0, age_us), left_us=max(0, left_us))
 
     def record(self, error: MustWait) -> None:
-        """Record the place that the request got."""
+        """Record the request's place in the queue."""
         if not self.wait:
             self.wait.reason, self.wait.place, self.wait.alone = error.place.reason.value, error.place, error.alone
         if not self.entered and error.request is not None:
@@ -122,7 +124,8 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Line:
-    """This router's part of one pool's queue. `moved` is set when a worker may have room. `seen`: the queue's last state."""
+    """This router's part of one pool's queue. `moved` is set when a worker may have room. `seen`: the queue's last known
+    state."""
 
     tickets: dict[bytes, _Ticket] = field(default_factory=dict)
     left: set[bytes] = field(default_factory=set)
@@ -154,17 +157,17 @@ class AdmissionQueue:
         return sum(len(line.tickets) for line in list(self._lines.values()))  # metrics are read on another thread
 
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
+        """Number of waiting requests from all routers, in the pools in which this router has waiting requests."""
         lines = [line for line in list(self._lines.values()) if line.tickets]
         return sum(max(len(line.tickets), line.seen.requests if line.seen else 0) for line in lines)
 
     async def admit(
         self, pool_id: str, request: WaitingRequest, book: Book[T], wait: Wait, wait_s: float | None = None
     ) -> T:
-        """Book a worker when it is the request's turn. `wait`: filled in if it waits. `wait_s`: how long it may wait, if less
-        than in the settings.
+        """Book a worker when it is the request's turn. `wait`: filled in if it waits. `wait_s`: how long it may wait, if that
+        is less than the settings allow.
 
-        Raises QueueFull, and what `book` raises.
+        Raises QueueFull, or whatever `book` raises.
         """
         line, now = self._lines.setdefault(pool_id, _Line()), self._clock()
         longest_s = min(self.settings.wait_s, wait_s or self.settings.wait_s)
@@ -179,19 +182,19 @@ class AdmissionQueue:
                 self._leave(pool_id, line, ticket, served=booked is not None)
 
     def record_end(self, pool_id: str) -> None:
-        """Record that a request of this router ended, so there may be room."""
+        """Record that one of this router's requests ended, so there may be room."""
         if (line := self._lines.get(pool_id)) is not None and line.tickets:
             line.moved.set()
 
     async def close(self) -> None:
-        """Stop asking. Requests that still wait in the store are dropped when their time is over."""
+        """Stop asking. Requests still waiting in the store are dropped when their time is up."""
         tasks = [line.asking for line in self._lines.values() if line.asking is not None]
         await end_tasks(tasks)
 
     # ------------------------------------------------------------ one request
 
     async def _try(self, line: _Line, ticket: _Ticket, book: Book[T]) -> T | None:
-        """Try to book; None if the request has to wait. Raises QueueFull, and what `book` raises."""
+        """Try to book; None if the request has to wait. Raises QueueFull, or whatever `book` raises."""
         try:
             booked = await book(ticket.row(self._clock()), ticket.blocked)
         except MustWait as error:
@@ -245,7 +248,7 @@ class AdmissionQueue:
             line.asking = asyncio.create_task(self._keep_asking(pool_id, line), name="kvatlas turns")
 
     async def _keep_asking(self, pool_id: str, line: _Line) -> None:
-        """Ask for turns until no request of this router waits."""
+        """Ask for turns until none of this router's requests is waiting."""
         while line.tickets or line.left:
             line.moved.clear()
             try:
@@ -274,7 +277,7 @@ class AdmissionQueue:
         if shared:
             for row in rows:
                 ticket = line.tickets.get(row.id)
-                if ticket is not None and ticket.rests_until_s <= now:  # otherwise it left meanwhile
+                if ticket is not None and ticket.rests_until_s <= now:  # otherwise it has left in the meantime
                     ticket.entered = True
                     line.left.discard(row.id)
         if turns.own >= len(waiting) or again:

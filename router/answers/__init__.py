@@ -1,7 +1,7 @@
 """Reads engines' answers while they pass through.
 
-event_parser.py   pure: parses server-sent events, as the standard defines them, from pieces
+event_parser.py   pure: parses server-sent events, as defined by the standard, from a stream's pieces
 event_stream.py   finds a stream's content, usage, error and end, and decides which bytes may pass
 engine_errors.py  errors inside answers with status 200
-error_events.py   how a stream that has begun reports an error of the router itself
+error_events.py   reports the router's own errors in a stream that has begun
 """

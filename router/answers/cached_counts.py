@@ -1,7 +1,7 @@
-"""Leaves engines' counts of cached tokens out of answers. All other bytes stay as the engine wrote them.
+"""Removes engines' counts of cached tokens from answers. All other bytes stay as the engine wrote them.
 
 For a prompt that another tenant has sent, these counts reveal how much of it an engine still has. vLLM, SGLang and
-TensorRT-LLM write them below `usage`, `meta_info` and `sglext`, in members with "cache" in their names.
+TensorRT-LLM write them inside `usage`, `meta_info` and `sglext`, in members whose names contain "cache".
 """
 
 import re
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 _MARK = b"cache"
 _COUNTS = frozenset({b"usage", b"meta_info", b"sglext"})
 _LEADS = frozenset({b"", b"choices", b"delta", b"message", b"response"})
-"""Members in which there may be counts; an element of a list has no name. All others are an answer's own content."""
+"""Members that may contain counts (an element of a list has no name). All others are the answer's own content."""
 _NULLED = b"input_tokens_details"
-"""OpenAI's SDKs require all members of it."""
+"""OpenAI's SDKs require all of its members."""
 _APART = frozenset({b"cache_read_input_tokens", b"cache_creation_input_tokens"})
-"""In Anthropic's messages, `input_tokens` leaves these out."""
+"""In Anthropic's messages, `input_tokens` does not include these."""
 _STRING = rb'"[^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+"?+'
 _TOKEN = re.compile(rb"(" + _STRING + rb")(\s*:\s*)?|[{}\[\]]")
 _NEXT_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|\[[^"{}\[\]]*+\]|' + _STRING + rb")*+[{}\[\]]")
@@ -25,8 +25,8 @@ _END_OF_EVENT = re.compile(rb"((?:\r\n|\n|\r(?!\n)){2})")
 
 @dataclass(slots=True)
 class _Container:
-    """An object or list. `counts`: it is or belongs to one of `_COUNTS`. `listed`: it is or belongs to a list. `input`: its
-    `input_tokens`, which leave out `apart`."""
+    """An object or list. `counts`: it is one of `_COUNTS`, or inside one. `listed`: it is a list, or inside one. `input`:
+    its `input_tokens`, which do not include `apart`."""
 
     name: bytes
     counts: bool
@@ -36,15 +36,17 @@ class _Container:
 
 
 def events_without_cached_counts(events: bytes) -> bytes:
-    """Server-sent events without counts of cached tokens. Each must be whole, except for the last one of a stream."""
+    """The server-sent events without their counts of cached tokens. Each event must be whole, except for the last one
+    of a stream."""
     if _MARK not in events:
         return events
     return b"".join(map(without_cached_counts, _END_OF_EVENT.split(events)))
 
 
 def without_cached_counts(text: bytes) -> bytes:
-    """A JSON text, or an event with one, without counts of cached tokens: such a member is left out, or null if it is required
-    or the only one. Anthropic's `input_tokens` then count the whole prompt, as when an engine reports no cached tokens."""
+    """A JSON text, or an event that contains one, without its counts of cached tokens. Such a member is removed, or becomes
+    null if it is required or is the only one. Anthropic's `input_tokens` then count the whole prompt, as when an engine
+    reports no cached tokens."""
     if _MARK not in text:
         return text
     changes: list[tuple[int, int, int, bytes]] = []
@@ -90,7 +92,7 @@ def without_cached_counts(text: bytes) -> bytes:
 
 
 def _end_of(text: bytes, at: int) -> int:
-    """The end of the object or list that begins here; for any other value, its beginning."""
+    """The end of the object or list that begins at `at`; for any other value, its beginning."""
     if text[at : at + 1] not in (b"{", b"["):
         return at
     depth, at = 1, at + 1
@@ -108,8 +110,8 @@ def _with_apart(container: _Container) -> list[tuple[int, int, int, bytes]]:
 
 
 def _changed(text: bytes, changes: list[tuple[int, int, int, bytes]]) -> bytes:
-    """`changes`: for each member its beginning, its value's beginning and end, and the new value; empty: leave the member
-    out."""
+    """The text with these `changes`. Each gives a member's beginning, its value's beginning and end, and the new value;
+    if that is empty, the member is removed."""
     parts, at = [b""], 0
     for begin, value, end, new in changes:
         if at < begin:

@@ -1,4 +1,4 @@
-"""Errors inside an answer with status 200: an event of its stream, or a whole JSON body."""
+"""Errors inside an answer with status 200, either as an event of its stream or as its whole JSON body."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _STATUS_OF_TYPE = {
     "serviceunavailableerror": 503,
     "overloaded_error": 503,
 }
-"""Error types of OpenAI, Anthropic, vLLM and SGLang, for errors without a code; in lower case."""
+"""Statuses of the error types of OpenAI, Anthropic, vLLM and SGLang (in lower case), for errors without a code."""
 UNKNOWN_STATUS = 502
 MOST_LINE = 200
 
@@ -43,7 +43,7 @@ class EngineError:
 
     @classmethod
     def of_event(cls, type: str, data: bytes) -> Self | None:
-        """The error in an event's type and data; None if the event is not an error."""
+        """The error that an event's type and data report; None if the event is not an error."""
         named = type.strip().lower() == "error"
         found = cls.of_body(data)
         if found is None and named:
@@ -72,7 +72,7 @@ class EngineError:
 
 
 def _error_in(decoded: Mapping[str, Any]) -> Any:
-    """The error object or text of an answer; None if there is none."""
+    """The error object or error text in an answer; None if there is none."""
     if decoded.get("type") == "response.failed" and isinstance(response := decoded.get("response"), Mapping):
         return response.get("error") or {"message": "the response failed"}
     if (aborted := _abort_in(decoded)) is not None:

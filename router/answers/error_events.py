@@ -1,4 +1,4 @@
-"""Reports an error in an event stream that has begun, in a form that its protocol's clients raise."""
+"""Reports an error in an event stream that has begun, in a form that makes clients of its protocol raise an error."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,12 @@ _OPENAI = frozenset({Api.COMPLETIONS.value, Api.CHAT.value})
 
 
 def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None:
-    """A stream's last event. `body`: the error from `error_body`, in the form of the path's API. `events`: the number of
-    events sent before. None for a path with an unknown protocol: only cutting the connection shows every client that its
-    answer is incomplete.
+    """The last event of a stream that fails. `body`: the error from `error_body`, in the form of the path's API.
+    `events`: the number of events already sent. None if the path's protocol is unknown: then only closing the connection
+    shows every client that its answer is incomplete.
 
-    OpenAI's clients raise an error for data with a member `error`, Anthropic's only for an event of type `error`.
+    OpenAI's clients raise an error if the data has a member `error`; Anthropic's do so only for an event of type
+    `error`.
     """
     path = path.rstrip("/")
     named: Mapping[str, Any]
@@ -33,5 +34,5 @@ def error_event(path: str, body: Mapping[str, Any], events: int) -> bytes | None
 
 
 def is_seen(path: str, error: EngineError) -> bool:
-    """True if the clients of this path's protocol raise an engine's error that they got as an event."""
+    """True if the clients of this path's protocol raise an error when they receive this engine error as an event."""
     return error.named or path.rstrip("/") != Api.MESSAGES

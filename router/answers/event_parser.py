@@ -1,6 +1,6 @@
 """Parses server-sent events (HTML Living Standard, 9.2.6) from a stream that arrives in pieces.
 
-Pure and incremental: each byte is scanned once, so time is linear whatever the lengths of events and pieces.
+Pure and incremental: each byte is scanned once, so the time is linear, however long the events and pieces are.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_DATA_BYTES = 256 << 10
-"""Limit on the data kept of one event: events that matter to a router are short."""
+"""Limit on the data that is kept for one event. The events that matter to a router are short."""
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n|\r|\n")
@@ -18,9 +18,9 @@ _FIELDS = (b"data", b"event", b"id", b"retry", b":")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`type`: its `event` field; '' if there is none. `data`: its joined data lines; None if there are none, so that
-    clients ignore it. `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is here. `end`: where the
-    event ends in the piece that completed it."""
+    """`type`: its `event` field; '' if there is none. `data`: its joined data lines; None if there are none, in which
+    case clients ignore the event. `cut`: the data is longer than MOST_DATA_BYTES, and only its beginning is kept.
+    `end`: where the event ends in the piece that completed it."""
 
     type: str
     data: bytes | None
@@ -45,7 +45,7 @@ class EventParser:
 
     @property
     def in_event(self) -> bool:
-        """True if an event has begun and not ended."""
+        """True if an event has begun but not ended."""
         return self._begun or self._line_begun
 
     def feed(self, piece: bytes) -> list[Event]:
@@ -114,7 +114,7 @@ class EventParser:
 
 
 def may_begin_event(text: bytes) -> bool:
-    """True if this text may be the beginning of an event."""
+    """True if an event may begin with this text."""
     head = text[: len(_BOM) + 16].removeprefix(_BOM).lstrip(b"\r\n")
     return any(head.startswith(field) or field.startswith(head) for field in _FIELDS)
 

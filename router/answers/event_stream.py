@@ -10,9 +10,9 @@ from kvatlas_router.engine_objects.object_use import response_id
 from router_client.learning.token_counts import Usage
 
 MOST_HELD_BYTES = 16 << 10
-"""Limit on the held bytes of an incomplete event; a longer one has more than a usage."""
+"""Limit on the held bytes of an incomplete event. A longer event contains more than a usage."""
 MOST_WHOLE_BYTES = 4 << 20
-"""Longest event that is passed on whole."""
+"""Size of the longest event that is passed on whole."""
 MOST_PREAMBLE_BYTES = 256 << 10
 """Limit on the bytes of events held before the first content. They may include a chat's prompt, as token ids."""
 HEAD_BYTES = 4 << 10
@@ -22,7 +22,8 @@ _CONTENT = re.compile(
     rb'"(?:content|reasoning_content|reasoning|text|refusal|arguments|delta|thinking|partial_json)"\s*:\s*"(?!")'
     rb'|"(?:tool_calls|token_ids|output_ids)"\s*:\s*\[\s*[^\]\s]'
 )
-"""Matches events of vLLM 0.33 and SGLang 0.5 that have tokens. Decoding the JSON of every token would take longer."""
+"""Matches the events of vLLM 0.33 and SGLang 0.5 that carry tokens. Decoding the JSON of every token would take
+longer."""
 _QUOTE = ord('"')
 _PREAMBLE = (
     "message_start|content_block_start|response.(created|queued|in_progress|output_item.added|content_part.added)"
@@ -32,21 +33,22 @@ _LAST = "done|message_stop|response.(completed|incomplete|failed|cancelled)"
 _CHOICES = re.compile(rb'"choices"\s*:')
 _A_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\]\s]')
 _SAYS_NOTHING = frozenset({"index", "role", "delta"})
-"""Members of a choice that has no token yet."""
+"""Members that a choice has before its first token."""
 _FINISH = rb'"finish_reason"\s*:\s*["{]'
 _FINISHES = re.compile(_FINISH)
 """Matches the end of a choice."""
 _PING = re.compile(rb'\s*\{\s*"type"\s*:\s*"ping"\s*\}\s*')
 _NULL = (b'"usage":null', b'"usage": null')
 _MARKS = re.compile(rb'"(?:type|error|abort)"|\r|' + _FINISH)
-"""Names and values of events that are more than a part of an answer: each error, last event, ping and end of a choice has one
-of them. Also a carriage return, which can end a line too."""
+"""Names and values that mark events that are more than a part of an answer: every error, final event, ping and end of a
+choice contains one of them. A carriage return is included because it can end a line too."""
 _CHAT_TEXT = b'"content":"'
 """Finds what `_CONTENT` finds in almost all events, in a third of the time."""
 
 
 def _type_patterns(types: str) -> tuple[re.Pattern[str], re.Pattern[bytes]]:
-    """Patterns for an event's field `event` and for the member `type` of its data, which may be the first or the last one."""
+    """Patterns for an event's `event` field, and for the member `type` of its data, which may be the first or the last
+    member."""
     escaped = types.replace(".", r"\.")
     return re.compile(escaped), re.compile(rb'"type"\s*:\s*"(?:' + escaped.encode() + rb')"')
 
@@ -56,16 +58,16 @@ _LAST_TYPE, _LAST_MEMBER = _type_patterns(_LAST)
 
 
 class EventStream:
-    """Passes bytes through unchanged and at once, with two exceptions.
+    """Passes bytes through unchanged and immediately, with two exceptions.
 
     `hold`: events are held back until the answer has `begun`, so that another engine can still be tried. Comments and pings
     pass, since they carry nothing. `hide_usage`: the event with a usage but no choice is dropped, so the beginning of an event
-    is held until it can't be that one.
+    is held until it can't belong to that event.
 
-    `error`: the error that the stream reports, instead of an answer or after a part of it. `response_id`: of OpenAI's
-    Responses API. `usage`: the last one seen. `parts`: events with a part of the answer, not only a role, a finish reason or a
-    usage. `events`: events with data. `done`: the final event arrived. `in_event`: the beginning of an event was passed on, but
-    not yet its end.
+    `error`: the error that the stream reports, instead of an answer or after a part of it. `response_id`: the id, in OpenAI's
+    Responses API. `usage`: the last one seen. `parts`: number of events with a part of the answer, not only a role, a finish
+    reason or a usage. `events`: number of events with data. `done`: the final event arrived. `in_event`: the beginning of an
+    event was passed on, but not yet its end.
     """
 
     def __init__(
@@ -79,9 +81,9 @@ class EventStream:
         choices: int = 1,
         ends_at_error: bool = False,
     ) -> None:
-        """`whole`: pass on only whole events, up to `most_whole` bytes. `counts`: each event may have the usage so far, and an
-        event without a choice the final one. `choices`: how many the request asks for, over all its prompts. `ends_at_error`:
-        once an answer has begun, nothing after its error passes."""
+        """`whole`: pass on only whole events, up to `most_whole` bytes. `counts`: each event may carry the usage so far, and
+        an event without a choice the final usage. `choices`: how many choices the request asks for, over all its prompts.
+        `ends_at_error`: once an answer has begun, nothing that follows an error is passed on."""
         self._counts = counts
         self._choices = choices
         self._ends_at_error = ends_at_error
@@ -135,8 +137,8 @@ class EventStream:
         return self._take()
 
     def _passes_plainly(self, piece: bytes) -> bool:
-        """Count the piece and return true if it is one whole event with nothing in it but a part of an answer, as almost all of
-        them are. `_read` would decide the same, but take several times as long."""
+        """Return true, and count the piece, if it is one whole event with nothing but a part of an answer, as almost all pieces
+        are. `_read` would come to the same result, but would take several times as long."""
         if (
             not (piece.startswith(b"data: {") and piece.endswith(b"}\n\n"))
             or len(piece) > HEAD_BYTES
@@ -160,7 +162,7 @@ class EventStream:
         return any(null in piece for null in _NULL) or (self._counts and _A_CHOICE.search(piece) is not None)
 
     def end(self) -> bytes:
-        """The remaining bytes at the end of the stream: held events, and a last event without its empty line."""
+        """The remaining bytes at the end of the stream: held events, and a final event that lacks its blank line."""
         if self._is_cut_off:
             return b""
         if (event := self._parser.end()) is not None:
@@ -180,8 +182,8 @@ class EventStream:
 
     @property
     def finished(self) -> bool:
-        """True if the answer is complete. Not every server sends the final event, but each choice ends before it, and then the
-        usage follows."""
+        """True if the answer is complete. Not every server sends the final event, but before it every choice has ended and the
+        usage has arrived."""
         return self.done or self._has_last_usage or len(self._ended) >= self._choices
 
     @property
@@ -224,7 +226,7 @@ class EventStream:
         self._last = self._out
 
     def _may_pass(self) -> bool:
-        """True if the beginning of the event may pass before its end has arrived."""
+        """True if the beginning of the event may be passed on before its end has arrived."""
         if self.in_event:
             return True
         if self._whole:
@@ -243,7 +245,7 @@ class EventStream:
         return not self._holds
 
     def _read(self, event: Event) -> bool:
-        """Read an event. True if it must be dropped."""
+        """Read an event. Returns True if it must be dropped."""
         data = event.data
         if data is None or _PING.fullmatch(data):
             return False
@@ -301,7 +303,7 @@ def _says_something(data: bytes) -> bool:
 
 
 def _ended_choices(data: bytes) -> set[object]:
-    """The indices of the choices that end in this event. An event of SGLang's `/generate` is one choice."""
+    """The indices of the choices that end in this event. Each event of SGLang's `/generate` is about one choice."""
     answer = _decode(data)
     if not isinstance(answer, dict):
         return set()

@@ -1,8 +1,8 @@
 """Continues a streamed answer on another worker after its engine died. Pure: no I/O.
 
-reasons.py          which answers can be continued, and why others can't
+reasons.py          decides which answers can be continued, and why others can't
 chunk.py            one event of a stream, as far as a continuation needs it
-edits.py            changes to an event's bytes that leave all others as they are
+edits.py            changes some bytes of an event and leaves the others as they are
 thoughts.py         reasoning and content as one text
 events.py           streams of named events, which are continued as chats:
 messages.py         Anthropic's messages
@@ -13,7 +13,7 @@ generate_events.py  SGLang's `/generate`
 rest_request.py     the request for the rest of an answer
 usage.py            the usage of the whole answer
 rest_builder.py     finds the rest, and builds its requests
-sent_answer.py      what the client has of an answer
-cuts.py             where it is cut
-seam.py             the events that follow it without a seam
+sent_answer.py      the part of an answer that the client has
+cuts.py             finds the place to cut it
+seam.py             appends the rest so that no seam shows
 """

@@ -1,11 +1,11 @@
-"""Chats that continue as completions from token ids, which no chat template can change."""
+"""Chats that continue as completions from token ids, so that no chat template can change the text."""
 
 from kvatlas_router.continuation import edits
 from kvatlas_router.continuation.chunk import Chunk
 
 
 class ChatEvents:
-    """Writes the rest of a chat in the form of its last event with text."""
+    """Writes the rest of a chat in the form of the chat's last event with text."""
 
     def __init__(self) -> None:
         self._part = self._thought = b""
@@ -26,7 +26,7 @@ class ChatEvents:
             self._part = raw
 
     def part(self, raw: bytes, chunk: Chunk, reasoning: str, text: str) -> bytes:
-        """Convert a completion's event to the chat's form, with these parts of the reasoning and of the text."""
+        """Convert a completion's event to the chat's form, with the given reasoning and text."""
         if self._part and not reasoning:
             event = edits.with_text(self._part, text)
         else:

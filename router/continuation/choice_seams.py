@@ -22,7 +22,7 @@ from kvatlas_router.tokens.text_request import TextRequest
 class ChoiceSeams(JoinedEvents):
     """Like `Seam`, with one seam for each choice. The first engine computes all choices. After its death, other engines
     continue the unfinished ones, one after another, each with a request for one choice. `awaits_choice`: one choice has ended,
-    and another engine must continue the next."""
+    and another engine must continue the next one."""
 
     def __init__(self, text: TextRequest, ends: ThoughtEnds) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ChoiceSeams(JoinedEvents):
 
     @property
     def usage(self) -> WholeUsage:
-        """See `Seam`: all choices together."""
+        """See `Seam`; covers all choices together."""
         counted = [one.usage for one in self._seams]
         first = next((one for one in counted if one.prompt_tokens is not None), counted[0])
         details = first.details
@@ -74,7 +74,7 @@ class ChoiceSeams(JoinedEvents):
         return DONE if self._are_finished and (self._has_usage or not self._wants_usage) else None
 
     def rest(self, most_parts: int | None = None) -> Rest:
-        """What the client lacks of the next choice. See `Seam`."""
+        """The part of the next choice that the client lacks. See `Seam`."""
         self._next = next((one for one in self._seams if not one.is_finished), self._seams[-1])
         return self._next.rest(most_parts)
 
@@ -115,7 +115,7 @@ class ChoiceSeams(JoinedEvents):
         return (self._continued or self._seams[index]).feed(raw)
 
     def _take_usage(self, raw: bytes, usage: dict[str, Any]) -> bytes:
-        """The client's bytes for the last usage of the current engine."""
+        """The bytes for the client that report the current engine's last usage."""
         if self._has_usage:
             return b""
         if self._continued is not None:

@@ -1,5 +1,5 @@
-"""The parts of one event that a continuation needs, in OpenAI's streams of chats and completions or in vLLM's streams of token
-ids."""
+"""The parts of one event that a continuation needs, from OpenAI's streams of chats and completions or from vLLM's streams of
+token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _REASONING = ("reasoning", "reasoning_content")
 class Chunk:
     """One event.
 
-    `text`, `reasoning`: its parts of the content and of the reasoning; `thinks_in`: the fields with the reasoning. `ids`: the
-    token ids of these parts, if the engine sends them; `prompt_ids`: the prompt's. `calls`: its parts of tool calls. `opens`:
-    it has only a role. `says`: it has more than token ids. `finish`: the finish reason; `stop`: the stop string. `has_choice`:
-    False for an event with usage only. `is_plain`: it has nothing about single tokens, such as logprobs. `other`: why an
-    answer with this event can't continue.
+    `text`, `reasoning`: the event's parts of the content and of the reasoning; `thinks_in`: the fields that hold the
+    reasoning. `ids`: the token ids of these parts, if the engine sends them; `prompt_ids`: those of the prompt. `calls`: the
+    event's parts of tool calls. `opens`: the event has only a role. `says`: it has more than token ids. `finish`: the finish
+    reason; `stop`: the stop string. `has_choice`: False for an event with only a usage. `is_plain`: it has nothing about
+    single tokens, such as logprobs. `other`: why an answer with this event can't be continued.
     """
 
     text: str = ""
@@ -40,7 +40,7 @@ class Chunk:
 
 
 def read_chunk(data: bytes, index: int = 0) -> Chunk:
-    """Read an event's data, of the choice with this index."""
+    """Read the data of an event that belongs to the choice with this index."""
     try:
         decoded = decode(data)
     except ValueError:
@@ -81,7 +81,7 @@ def read_chunk(data: bytes, index: int = 0) -> Chunk:
 
 
 def text_of_ids(ids: Sequence[int]) -> str:
-    """Token ids as text, one character each, for answers without another text."""
+    """Token ids as text, one character each, for answers that have no other text."""
     return "".join(map(chr, ids))
 
 

@@ -12,10 +12,10 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 class Rest:
     """What the next engine has to generate.
 
-    `parts`, `tokens`: how much of the answer the next engine gets; it generates again what the client has beyond that. `lag`:
-    the text of up to this many of these tokens has not arrived; None: the number of tokens is a guess. `by_ids`: a
+    `parts`, `tokens`: how much of the answer the next engine gets; whatever the client has beyond that is generated again.
+    `lag`: the text of up to this many of these tokens has not arrived yet; None: the number of tokens is a guess. `by_ids`: a
     conversation continues as a completion from token ids; `parsed`: only an engine's parser can read its tokens. `is_known`:
-    it is known whether the next engine's prompt begins with the client's.
+    whether the next engine's prompt begins with the client's is known.
 
     `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
     the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.
@@ -34,7 +34,7 @@ class Rest:
     is_known: bool = True
 
     def counted(self, tokens: int) -> int:
-        """How many tokens of the answer the next engine gets, if the text of `tokens` was read."""
+        """How many tokens of the answer the next engine gets, if the text of `tokens` has been read."""
         return tokens if self.lag is None else min(self.tokens, max(self.tokens - self.lag, tokens))
 
 
@@ -51,12 +51,12 @@ class Cuts:
         self._letters_are_ids = text.api is Api.TOKENS and text.body.get("output_mode") in (None, "tokens")
 
     def is_at_limit(self, tokens: int) -> bool:
-        """True if the limit allows no token after these."""
+        """True if the limit allows no more tokens after these."""
         return self.most is not None and tokens >= self.most
 
     def find(self, text: str, *, by_ids: bool, finished: bool, most_parts: int | None) -> tuple[int, int]:
-        """The number of parts before the cut, and of their characters. `text`: what the client has. `most_parts`: limit of
-        the parts."""
+        """The number of parts before the cut, and the number of their characters. `text`: what the client has.
+        `most_parts`: upper limit on the number of parts."""
         letters = len(text) - begun_stop(text, self._stops)
         at, kept = self._sent.letters, len(self._sent.parts)
         last = kept if most_parts is None else most_parts
@@ -83,7 +83,7 @@ class Cuts:
         return at <= letters and (by_ids or not (self._chat and at and text[at - 1].isspace()))
 
     def _gives_ids(self, kept: int) -> bool:
-        """True if the part's ids end with its text: an event of several may end within a character."""
+        """True if the part's ids end where its text ends: an event with several ids may end within a character."""
         if self._letters_are_ids:
             return True
         return self._sent.end_of(kept).ids - self._sent.end_of(kept - 1).ids == 1

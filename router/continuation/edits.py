@@ -34,7 +34,7 @@ def identity_of(raw: bytes) -> dict[str, bytes]:
 
 
 def with_identity(raw: bytes, identity: Mapping[str, bytes]) -> bytes:
-    """The event as one of another stream."""
+    """The event with the identity of another stream."""
     for name, value in identity.items():
         found = _IDENTITY_VALUES[name].search(raw, 0, _head(raw))
         if found is not None:
@@ -64,7 +64,7 @@ def with_usage(raw: bytes, change: Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def without_token_ids(raw: bytes) -> bytes:
-    """The event without the ids of its tokens, and of the prompt's."""
+    """The event without its token ids and without the prompt's."""
     return _TOKEN_IDS.sub(rb"\1null", raw)
 
 
@@ -101,7 +101,7 @@ def with_ids(raw: bytes, ids: Sequence[int]) -> bytes:
 
 
 def with_finish_of(raw: bytes, other: bytes) -> bytes:
-    """The event with another event's finish reason and stop reason."""
+    """The event with the finish reason and the stop reason of another event."""
     finish, own, stop = _FINISH.search(other), _FINISH.search(raw), _STOP.search(other)
     if finish is None or own is None or finish[1] == own[1]:
         return raw

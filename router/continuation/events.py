@@ -11,7 +11,7 @@ from kvatlas_router.continuation.chunk import Chunk
 
 
 class EventForm(Protocol):
-    """One API's events. `end`: the event after the usage."""
+    """The events of one API. `end`: the event that follows the usage."""
 
     end: bytes
 
@@ -19,13 +19,13 @@ class EventForm(Protocol):
         """Read an event of the first engine. None if it contains no part of the answer."""
 
     def is_end(self, event: Event) -> bool:
-        """True for the last event."""
+        """True if the event is the last one."""
 
     def finish(self, chunk: Chunk) -> None:
         """Read how the rest ended."""
 
     def part(self, reasoning: str, text: str, *, last: bool) -> bytes:
-        """The events for this reasoning and text. `last`: followed by those that end the item."""
+        """The events for this reasoning and text. `last`: also the events that end the item."""
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The event with the finish reason and the usage."""
@@ -41,5 +41,5 @@ def read_object(event: Event) -> dict[str, Any]:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """An event with the name of its type."""
+    """An event that is named after its type."""
     return f"event: {data['type']}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

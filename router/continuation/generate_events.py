@@ -1,5 +1,5 @@
-"""Streams of SGLang's `/generate`: each event has the whole answer so far (`--incremental-streaming-output`: a part of it),
-and the request's metadata."""
+"""Streams of SGLang's `/generate`: each event holds the whole answer so far (with `--incremental-streaming-output`, a part
+of it) and the request's metadata."""
 
 import json
 from array import array
@@ -11,13 +11,13 @@ from kvatlas_router.continuation.chunk import Chunk, text_of_ids
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 
 _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-"""Metadata that has an item for each token."""
+"""Metadata that hold one item per token."""
 
 
 class GenerateEvents:
-    """Reads events, and writes those of later engines as the first one's. `whole`: each event has the whole answer; None: not
-    known after a single event. Then the next engine's events wait until that is known, if they say more than the client
-    has."""
+    """Reads events, and writes those of later engines as the first one's. `whole`: each event holds the whole answer; None:
+    not known, since only one event has arrived. Until it is known, the next engine's events are held back if they say more
+    than the client has."""
 
     def __init__(self) -> None:
         self.whole: bool | None = None
@@ -32,7 +32,8 @@ class GenerateEvents:
         self._of_tokens: dict[str, list[Any]] = {}
 
     def read(self, data: bytes) -> Chunk:
-        """Read the next event of an engine. Raises CannotContinue if it is unknown which part of it the client lacks."""
+        """Read the next event of an engine. Raises CannotContinue if it is not known which part of the event the client
+        lacks."""
         try:
             decoded = decode(data)
         except ValueError:
@@ -74,7 +75,7 @@ class GenerateEvents:
         )
 
     def resume(self, ids: "array[int]", text: str) -> None:
-        """From now on, read events of another engine's answer, which follows these ids and this text."""
+        """From now on, read the events of another engine's answer, which continues after these ids and this text."""
         meta = self._data.get("meta_info", {})
         written = len(self._ids)
         for name in _OF_TOKENS:
@@ -87,8 +88,8 @@ class GenerateEvents:
         self._seen = self._seen_text = 0
 
     def write(self, raw: bytes, usage: Mapping[str, Any], *, repeats: bool) -> bytes:
-        """The event that was read last, as the first engine's. `usage`: of the whole answer. `repeats`: the client
-        already has the text of this event."""
+        """The event that was read last, rewritten as one of the first engine's. `usage`: that of the whole answer.
+        `repeats`: the client already has the text of this event."""
         decoded = self._data
         meta = {**decoded["meta_info"], **{name: usage[name] for name in usage if name in decoded["meta_info"]}}
         meta["id"] = self._id

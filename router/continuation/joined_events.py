@@ -8,13 +8,13 @@ from kvatlas_router.continuation.reasons import Why
 
 MOST_WITHHELD_BYTES = 1 << 16
 _ERROR_MARKS = (b'"error"', b'"abort"', b'"response.failed"')
-"""An event without a type has one of these if it is an error."""
+"""An event without a type contains one of these if it is an error."""
 _BLANK = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
 class JoinedEvents(ABC):
-    """`error`: the engine's error, which ends its answer; `withheld`: the events with it, which the client did not get.
-    `events`: the number of events with data that the client got."""
+    """`error`: the engine's error, which ends its answer; `withheld`: the events that carry it, which the client did
+    not get. `events`: the number of events with data that the client did get."""
 
     def __init__(self) -> None:
         self.error: EngineError | None = None
@@ -23,7 +23,8 @@ class JoinedEvents(ABC):
         self._parser = EventParser()
 
     def feed(self, passed: bytes) -> bytes:
-        """The client's bytes for whole events. Raises CannotContinue if the events don't follow what the client has."""
+        """The bytes that the client gets for these whole events. Raises CannotContinue if the events don't follow what
+        the client has."""
         if not self._parser.in_event and not self._parser.ended_in_cr and _is_plain(passed):
             return self._pass(Event("", passed[6:-2], False, len(passed)), passed)
         out: list[bytes] = []
@@ -37,7 +38,7 @@ class JoinedEvents(ABC):
         return b"".join(out)
 
     def end(self, rest: bytes) -> bytes:
-        """Like `feed`, for the end of an engine's stream, whose last event may lack its empty line."""
+        """Like `feed`, for the end of an engine's stream, whose last event may lack its blank line."""
         if rest and not rest.endswith(_BLANK):
             rest += b"\n" if rest.endswith((b"\n", b"\r")) else b"\n\n"
         return self.feed(rest)
@@ -49,11 +50,11 @@ class JoinedEvents(ABC):
 
     @abstractmethod
     def give_up(self, why: Why) -> None:
-        """Record why the answer can't continue."""
+        """Record why the answer can't be continued."""
 
     @abstractmethod
     def _take(self, event: Event, data: bytes, raw: bytes) -> bytes:
-        """The client's bytes for an event that is not an error; `data`: its data."""
+        """The bytes that the client gets for an event that is not an error; `data`: its data."""
 
     def _pass(self, event: Event, raw: bytes) -> bytes:
         if event.data is None:
@@ -70,7 +71,8 @@ class JoinedEvents(ABC):
 
 
 def _is_plain(passed: bytes) -> bool:
-    """True if it is one event with nothing but a JSON text, as almost all are. A parser takes several times as long."""
+    """True if these bytes are one event with nothing but a JSON text, as they almost always are. A parser takes several
+    times as long."""
     if not (passed.startswith(b"data: {") and passed.endswith(b"}\n\n")):
         return False
     return passed.count(b"\n") == 2 and b"\r" not in passed and len(passed) < MOST_DATA_BYTES

@@ -1,6 +1,6 @@
-"""Streams of Anthropic's Messages API. Neither vLLM 0.33 nor SGLang 0.5.23 takes a partial last message there, but both convert
-each request to a chat, and chats can be continued. So the rest is requested as that chat, and its events are converted to those
-of a message."""
+"""Streams of Anthropic's Messages API. Neither vLLM 0.33 nor SGLang 0.5.23 accepts a partial last message there, but both
+convert each request to a chat, and chats can be continued. So the rest is requested as that chat, and the chat's events are
+converted to those of a message."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
 class MessageEvents:
-    """See `EventForm`. A block of thinking may precede that of the text."""
+    """See `EventForm`. A thinking block may precede the text block."""
 
     end = END
 

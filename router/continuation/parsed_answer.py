@@ -1,8 +1,8 @@
 """Answers with tool calls, which only the engines' own parser can read.
 
-vLLM's `/v1/chat/completions/derender` (0.33, with `--enable-scale-out`) parses tokens after it has replayed the tokens before
-them, in the events in which they arrived. So its parser continues where the client's last event ended. It takes longer with
-each token: 14 ms after 50, 124 ms after 1,000.
+vLLM's `/v1/chat/completions/derender` (0.33, with `--enable-scale-out`) first replays the earlier tokens, in the events in
+which they arrived, and then parses the new ones. So its parser continues where the client's last event ended. Each token
+makes it slower: it takes 14 ms after 50 tokens and 124 ms after 1,000.
 """
 
 from array import array
@@ -20,7 +20,8 @@ DERENDER = f"{Api.CHAT}/derender"
 
 @dataclass(frozen=True, slots=True)
 class ParsedPart:
-    """What a parser read: the delta, and the reasons with which the answer ends there, if it does. `ids`: the tokens."""
+    """What a parser has read: the delta and, if the answer ends there, its finish and stop reasons. `ids`: the
+    tokens."""
 
     delta: Mapping[str, Any]
     ids: Sequence[int]
@@ -29,10 +30,10 @@ class ParsedPart:
 
 
 class ParsedAnswer:
-    """The tokens of one answer. The client has what they say, except for those `unread`.
+    """The tokens of one answer. The client has everything that they say, except for the `unread` ones.
 
-    `has_call`: the client has a part of a tool call. `knows_ids`: all tokens are known. `prompt_ids`: those before the
-    answer's `ids`. `finish`: the reason with which the last engine ended it.
+    `has_call`: the client has part of a tool call. `knows_ids`: all tokens are known. `prompt_ids`: the ids that
+    precede the answer's `ids`. `finish`: the reason with which the last engine ended it.
     """
 
     def __init__(self, text: TextRequest) -> None:
@@ -40,7 +41,8 @@ class ParsedAnswer:
         self.begin(0)
 
     def begin(self, before: int) -> None:
-        """From now on, tokens come from an engine that parses them itself. `before`: the answer's tokens in its prompt."""
+        """From now on, tokens come from an engine that parses them itself. `before`: the answer's tokens that are part of
+        its prompt."""
         self.has_call, self.knows_ids = False, True
         self.finish: str | None = None
         self.prompt_ids, self.ids, self.unread = array("q"), array("q"), array("q")
@@ -77,13 +79,14 @@ class ParsedAnswer:
 
     @property
     def rest(self) -> Rest:
-        """What the next engine has to generate. If the answer's end is known, that is only its last token, for the usage."""
+        """What the next engine has to generate. If the answer's end is known, that is only the last token, which is needed
+        for the usage."""
         tokens = self._before + len(self.ids) + len(self.unread) - (self.finish is not None)
         return Rest(tokens=tokens, by_ids=True, parsed=True)
 
     @property
     def known_ids(self) -> Sequence[int]:
-        """The answer's token ids that the next engine gets."""
+        """Those of the answer's token ids that the next engine gets."""
         ids = [*self.ids, *self.unread]
         return ids if self.finish is None else ids[:-1]
 
@@ -98,7 +101,7 @@ class ParsedAnswer:
             self._again = self.ids[-1:]
 
     def add(self, chunk: Chunk) -> None:
-        """Read an event of that engine. Raises CannotContinue if it does not repeat what the client has."""
+        """Read an event of that engine. Raises CannotContinue if the event does not repeat what the client has."""
         if chunk.ids is None:
             raise CannotContinue(Why.UNREADABLE)
         ids = array("q", chunk.ids)
@@ -116,7 +119,7 @@ class ParsedAnswer:
 
     @property
     def has_unread_end(self) -> bool:
-        """True if the client also lacks the answer's end, which was generated."""
+        """True if the client also lacks the answer's end, although it has been generated."""
         return self.finish is not None and not self._is_complete
 
     # ------------------------------------------------------------ the parser
@@ -127,7 +130,7 @@ class ParsedAnswer:
         return self._question(len(self._lengths), self.unread, self.finish)
 
     def read(self, answer: Any) -> ParsedPart:
-        """The answer to `question`, which the client gets now. Raises CannotContinue."""
+        """Read the answer to `question`, which the client gets now. Raises CannotContinue."""
         part = self._part(answer, self.unread)
         if part.delta.get("reasoning") or (part.finish is None) != (self.finish is None):
             raise CannotContinue(Why.TOOL_CALL)
@@ -138,7 +141,8 @@ class ParsedAnswer:
 
     @property
     def check_question(self) -> dict[str, Any] | None:
-        """The body that asks what the last part of a call says, which the client has. None if nothing is left to parse."""
+        """The body that asks how the parser reads the last part of a call, which the client already has. None if nothing
+        is left to parse."""
         if self._is_complete:
             return None
         before = self._last_call[0]
@@ -146,8 +150,8 @@ class ParsedAnswer:
         return self._question(before, self.ids[start : start + self._lengths[before]], None)
 
     def check(self, answer: Any) -> None:
-        """Check the answer to `check_question`. Raises CannotContinue if the client has something else, since the parsers then
-        differ."""
+        """Check the answer to `check_question`. Raises CannotContinue if the client has something else, which means that the
+        parsers differ."""
         calls = self._part(answer, ()).delta.get("tool_calls", ())
         if [_said(call) for call in calls] != [_said(call) for call in self._last_call[1]]:
             raise CannotContinue(Why.TOOL_CALL)

@@ -1,4 +1,4 @@
-"""Which answers can be continued after their engine died, and why others can't."""
+"""Decides which answers can be continued after their engine has died, and why others can't."""
 
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ MOST_CHOICES = 8
 
 
 class ContinueMode(StrEnum):
-    """Which requests' streams are continued. `DETERMINISTIC`: those of requests with temperature 0 or a seed."""
+    """The requests whose streams are continued. `DETERMINISTIC`: only requests with temperature 0 or a seed."""
 
     OFF = "off"
     DETERMINISTIC = "deterministic"
@@ -28,20 +28,20 @@ class Why(StrEnum):
     AUDIO = "audio"
     PENALTIES = "penalties"  # engines count only what they generated themselves
     TEMPLATE = "template"  # the client's own template or form
-    TOKENS = "tokens"  # token ids were not known in time
+    TOKENS = "tokens"  # the token ids were not known in time
     OBJECT = "object"  # only the engine has what the request names
     REASONING = "reasoning"  # only token ids can continue it and what follows, and they or its markers are unknown
     TOOL_CALL = "tool_call"  # no other engine can parse the rest of a call
-    LONG = "long"  # longer than what is kept
+    LONG = "long"  # longer than the part that is kept
     UNREADABLE = "unreadable"  # an event in another form
     DIVERGED = "diverged"  # the other engine repeated the last tokens differently
     SAME_TOKEN = "same_token"  # noqa: S105 - a second engine died at the same token
     REFUSED = "refused"  # no engine took the request for the rest
-    NO_WORKER = "no_worker"  # none left, or no attempt left
+    NO_WORKER = "no_worker"  # no worker or no attempt left
 
 
 class CannotContinue(KvatlasError):
-    """The answer can't continue at another worker."""
+    """The answer can't be continued on another worker."""
 
     def __init__(self, why: Why | None) -> None:
         """`why` None: continuing is switched off."""
@@ -62,7 +62,7 @@ _GUIDES = (
     "ebnf",
     "structural_tag",
 )
-"""Fields of vLLM and SGLang that constrain an answer; `response_format` and `tool_choice` may, too."""
+"""Fields of vLLM and SGLang that constrain an answer; `response_format` and `tool_choice` may do so, too."""
 _OWN_FORMS = (
     "chat_template",
     "truncate_prompt_tokens",
@@ -78,7 +78,7 @@ _FREE = ("auto", "none")
 
 
 def why_not(text: TextRequest, mode: ContinueMode) -> Why | None:
-    """Why this request's stream can't be continued elsewhere, as far as its body says; None if it can."""
+    """Why this request's stream can't be continued elsewhere, as far as its body shows; None if it can."""
     body = {**text.body, **text.sampling}
     deterministic = is_deterministic(text)
     if mode is ContinueMode.DETERMINISTIC and not deterministic:

@@ -1,7 +1,7 @@
-"""Streams of OpenAI's Responses API. Here, too, the rest of an answer is requested as a chat. Events have numbers, items and
-parts; the last one has the whole response.
+"""Streams of OpenAI's Responses API. Here, too, the rest of an answer is requested as a chat. Events refer to numbers, items
+and parts; the last event contains the whole response.
 
-Forms of vLLM 0.33 and SGLang 0.5.23, which list an event's fields in alphabetical order.
+The forms are those of vLLM 0.33 and SGLang 0.5.23, which list an event's fields in alphabetical order.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _ENDS = ("response.completed", "response.incomplete")
 
 
 class ResponseEvents:
-    """See `EventForm`. An item of reasoning may precede that of the text."""
+    """See `EventForm`. A reasoning item may precede the text item."""
 
     end = b""
 

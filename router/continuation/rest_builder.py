@@ -18,12 +18,12 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""The beginning of an answer with reasoning whose engine does not parse reasoning; templates change or drop such text."""
+"""The beginning of a reasoning answer whose engine does not parse reasoning. Templates change or drop such text."""
 
 
 class RestBuilder:
-    """Finds the rest, and builds its requests, from what the seam reads while events arrive. `prompt_ids`: the prompt's token
-    ids; empty unless the engine gave them for a chat. `index`: of the choice."""
+    """Finds the rest of an answer, and builds the requests for it, from what the seam reads while events arrive.
+    `prompt_ids`: the prompt's token ids; empty unless the engine gave them for a chat. `index`: the choice's index."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class RestBuilder:
         return Api.CHAT if self._asks_as_chat else self.text.api
 
     def by_ids(self, rest: Rest) -> Rest:
-        """The rest of a conversation whose template does not fit, if the ids of its prompt and of its text are known. Raises
-        CannotContinue."""
+        """The rest of a conversation whose template does not fit, provided that the token ids of its prompt and text are
+        known. Raises CannotContinue."""
         if self.is_read or (self._chat_events is not None and not self._chat_events.can_write):
             raise CannotContinue(Why.TEMPLATE)
         return replace(rest, by_ids=True)
@@ -111,7 +111,7 @@ class RestBuilder:
 
     def trusts(self, rest: Rest, tokens: int) -> bool:
         """True if this number of tokens, counted in the answer's text, may be right: parsers remove white space after
-        reasoning."""
+        the reasoning."""
         if rest.lag is None:
             return self._is_inside(rest) or self._thoughts.ends.keep is True
         return abs(rest.tokens - tokens) <= rest.lag
@@ -135,8 +135,8 @@ class RestBuilder:
         return self._sent.ids_of(rest.parts)
 
     def body(self, rest: Rest, tokens: int) -> dict[str, Any]:
-        """The request's body for the rest. `tokens`: the number of the answer's tokens so far. Raises CannotTokenize for a
-        conversation whose chat is not known."""
+        """The body of the request for the rest. `tokens`: the number of the answer's tokens so far. Raises CannotTokenize
+        for a conversation whose chat is not known."""
         if rest.parsed:
             assert self._parsed is not None
             return self.body_of_ids(self._parsed.prompt_ids, self._parsed.known_ids, tokens, rest)
@@ -146,8 +146,8 @@ class RestBuilder:
         return body_of_rest(self.text, self.text_of(rest), ids, tokens)
 
     def body_of_ids(self, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int, rest: Rest) -> dict[str, Any]:
-        """The body with ids that the engine did not give. `ids`: the answer so far; `tokens`: the number of its tokens, as its
-        engines counted them."""
+        """The body with ids that did not come from the engine. `ids`: the answer so far; `tokens`: the number of its tokens,
+        as its engines counted them."""
         shown = {} if rest.markers is None else {"skip_special_tokens": False}
         return body_of_ids(self.text, prompt_ids, ids, tokens) | shown
 

@@ -14,12 +14,12 @@ from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Limit of vLLM's and SGLang's completions without `max_tokens`."""
+"""Limit on completions without `max_tokens` in vLLM and SGLang."""
 DEFAULT_GENERATE_TOKENS = 128
-"""Limit of SGLang's `/generate` without `max_new_tokens`."""
+"""Limit on requests to SGLang's `/generate` without `max_new_tokens`."""
 MOST_PROMPT_IDS = 1 << 15
-"""Engines return the prompt's ids too, in one event. Longer chats are continued as text; answers to longer prompts of ids are
-repeated from their beginning."""
+"""Engines also return the prompt's ids, in a single event. Longer chats are continued as text; answers to longer prompts of
+ids are repeated from their beginning."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 _LEAST = ("min_tokens", "min_new_tokens")
 _DEFAULTS = {
@@ -49,11 +49,11 @@ _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _RENAMED = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
-"""Fields that messages and responses share with chats, some by other names."""
+"""Fields that messages and responses share with chats, some of them under different names."""
 
 
 def most_tokens(text: TextRequest) -> int | None:
-    """The limit of the answer's tokens; None: the engine's own."""
+    """The limit on the answer's tokens; None: the engine's own limit."""
     found = [value for name in _LIMITS if type(value := text.sampling.get(name)) is int]
     default = _DEFAULTS.get(text.api)
     if default is not None and not found and default[0] not in text.sampling:
@@ -111,7 +111,8 @@ def begun_stop(sent: str, stops: Sequence[str]) -> int:
 
 
 def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body of a completion that asks for the rest of a conversation. `ids`, `tokens`: the answer so far."""
+    """The body of a completion that asks for the rest of a conversation. `ids`, `tokens`: the answer's ids and their
+    number so far."""
     text = _as_chat(text)
     body = {name: value for name, value in text.body.items() if name not in _OF_CHATS}
     most = most_tokens(text)
@@ -153,7 +154,7 @@ def _as_chat(text: TextRequest) -> TextRequest:
 
 
 def _shorter(text: TextRequest, tokens: int) -> dict[str, Any]:
-    """The limits of the answer's length, reduced by these tokens."""
+    """The limits on the answer's length, reduced by this number of tokens."""
     sampling = text.sampling
     fields: dict[str, Any] = {
         name: max(1, value - tokens) for name in _LIMITS if type(value := sampling.get(name)) is int

@@ -32,11 +32,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Seam(JoinedEvents):
-    """Reads an engine's events. `feed` returns them for the client, minus what only the router requested. After `resume`, the
-    events come from another engine, and `feed` rewrites them as the first engine's.
+    """Reads an engine's events. `feed` returns them for the client, without what only the router requested. After `resume`,
+    the events come from another engine, and `feed` rewrites them as the first engine's.
 
-    `identity`: of the first engine's stream. `builder`: the request for the rest. `why`: the reason if the answer can't
-    continue. `ended`: the answer is complete. `usage`: of the whole answer. `missing_end`: events that the client still needs.
+    `identity`: that of the first engine's stream. `builder`: builds the request for the rest. `why`: why the answer can't be
+    continued, if so. `ended`: the answer is complete. `usage`: that of the whole answer. `missing_end`: events that the client
+    still needs.
     """
 
     awaits_choice = False
@@ -51,9 +52,9 @@ class Seam(JoinedEvents):
         prompt_ids: "array[int] | None" = None,
         parsed: ParsedAnswer | None = None,
     ) -> None:
-        """`ends`: its pool's, see `ThoughtEnds`. `index`: the choice that the client's events have. `prompt_ids`: shared by
-        all choices of an answer, and shown by its first event. `parsed`: its tokens, if it may have tool calls that an engine
-        can parse."""
+        """`ends`: those of the request's pool; see `ThoughtEnds`. `index`: the choice's index in the client's events.
+        `prompt_ids`: shared by all choices of an answer; its first event carries them. `parsed`: the answer's tokens, if it
+        may contain tool calls that an engine can parse."""
         super().__init__()
         self._index = index
         self.ended = False
@@ -133,7 +134,7 @@ class Seam(JoinedEvents):
             self.usage.learn(chunk.usage, first=True)
         if self._chat_events is not None:
             self._chat_events.learn(raw, chunk)
-            if not self._prompt_ids:  # engines may repeat them for each choice
+            if not self._prompt_ids:  # engines may repeat the ids for each choice
                 self._prompt_ids.extend(chunk.prompt_ids or ())
         self._learn_calls(chunk)
         if chunk.reasoning or self._thoughts.thinks:
@@ -146,7 +147,8 @@ class Seam(JoinedEvents):
         return self._shown(raw, chunk) if self._form is None else raw
 
     def _learn_calls(self, chunk: Chunk) -> None:
-        """Read an event whose engine parses its tokens. The answer can't continue from here if other parsers can't."""
+        """Read an event whose engine parses its tokens. The answer can't be continued from here if other parsers can't
+        parse it."""
         parsed = self.parsed
         if parsed is not None:
             parsed.learn(chunk)
@@ -164,7 +166,8 @@ class Seam(JoinedEvents):
             return chunk
 
     def _follow(self, raw: bytes, chunk: Chunk) -> bytes:
-        """The client's bytes for an event of another engine; empty if the client already has its content."""
+        """The bytes that the client gets for an event of another engine; empty if the client already has its
+        content."""
         if chunk.usage is not None:
             self.usage.learn(chunk.usage, first=False)
             if (count(chunk.usage, "prompt_tokens") or 0) < self._least_prompt_tokens:
@@ -244,12 +247,12 @@ class Seam(JoinedEvents):
         return edits.with_delta(raw, said | ({"content": content} if content else {}))
 
     def _drop(self, chunk: Chunk) -> bytes:
-        """The client's bytes for a part that the client already has: only its end."""
+        """The bytes for a part that the client already has: only the part's end."""
         self._record(chunk)
         return b"" if self._form is None or chunk.finish is None else self._form.part("", "", last=True)
 
     def _parse(self, chunk: Chunk) -> Chunk:
-        """A completion's part, in the form of a conversation's. Counts its reasoning tokens."""
+        """A completion's part in the form of a conversation's part. Also counts its reasoning tokens."""
         inside, markers = self._thoughts.inside, self._thoughts.markers
         assert markers is not None
         text = self._thoughts.read(chunk.text, last=chunk.finish is not None)
@@ -281,13 +284,13 @@ class Seam(JoinedEvents):
         return rest
 
     def _may_change(self, chunk: Chunk) -> bool:
-        """True if the client gets no part of the event that belongs to single tokens."""
+        """True if the client gets nothing from the event that belongs to single tokens."""
         if self._generate is not None:
             return self._generate.whole is not False
         return chunk.is_plain and (chunk.ids is None or self._hides_ids)
 
     def _is_empty(self, chunk: Chunk) -> bool:
-        """True for an event that engines send for its ids alone, if the client gets none."""
+        """True for an event that engines send only for its ids, if the client gets no ids."""
         return not chunk.says and chunk.is_plain and chunk.ids is not None and self._hides_ids
 
     def _record(self, chunk: Chunk) -> None:
@@ -310,7 +313,7 @@ class Seam(JoinedEvents):
             self.give_up(Why.LONG)
 
     def _shown(self, raw: bytes, chunk: Chunk) -> bytes:
-        """The event, minus the fields that only the router requested, and with the usage of the whole answer."""
+        """The event without the fields that only the router requested, and with the usage of the whole answer."""
         if self._hides_ids:
             raw = edits.without_token_ids(raw)
         if chunk.usage is None:
@@ -320,7 +323,7 @@ class Seam(JoinedEvents):
         return edits.with_usage(raw, self.usage.sum) if self._resumed else raw
 
     def read(self, answer: Any) -> bytes:
-        """The client's bytes for what a parser read; see `ParsedAnswer.read`. Raises CannotContinue."""
+        """The bytes that the client gets for what a parser has read; see `ParsedAnswer.read`. Raises CannotContinue."""
         assert self.parsed is not None
         part = self.parsed.read(answer)
         choice = {"index": self._index, "delta": part.delta, "logprobs": None, "finish_reason": part.finish}
@@ -341,7 +344,7 @@ class Seam(JoinedEvents):
 
     @property
     def missing_end(self) -> bytes | None:
-        """The final event, if the client lacks nothing else; empty if it has that too. None: it lacks more."""
+        """The final event, if the client lacks nothing else; empty if it has that too. None if it lacks more."""
         if self.ended:
             return b""
         counts = self._has_usage or not self.builder.text.wants_usage or self._generate is not None
@@ -357,8 +360,8 @@ class Seam(JoinedEvents):
         return self.builder.find(finished=self._finished, most_parts=most_parts)
 
     def resume(self, rest: Rest, tokens: int) -> None:
-        """Continue with another engine's answer, to which all later events belong. `tokens`: the number of the answer's tokens
-        so far."""
+        """Continue with another engine's answer, to which all later events belong. `tokens`: the number of tokens in the
+        answer so far."""
         self._resumed, self._speaks = True, False
         self._needs_parser = self.parsed if rest.parsed else None
         self.usage.before = tokens
@@ -384,7 +387,7 @@ class Seam(JoinedEvents):
             self._generate.resume(sent.ids, sent.text_of(rest.parts))
 
     def give_up(self, why: Why) -> None:
-        """Record why the answer can't continue, and forget it."""
+        """Record why the answer can't be continued, and forget the answer."""
         self.why = self.why or why
         self._sent.clear()
 

@@ -10,7 +10,7 @@ MOST_PARTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`tokens`, `ids`: how many the answer has up to the part's end."""
+    """`tokens`, `ids`: how many of each the answer has up to the end of this part."""
 
     text: str
     tokens: int
@@ -18,9 +18,9 @@ class Part:
 
 
 class SentAnswer:
-    """`letters`: length of the parts' text. `ahead`: text that the client has after them, and the current engine has not
-    repeated yet; `silent`: number of tokens without text after that, since a character may take several. `finished_at`:
-    number of parts up to the last token; 0 until it was generated."""
+    """`letters`: length of the parts' text. `ahead`: text that the client has after the parts and that the current
+    engine has not repeated yet; `silent`: number of tokens after that which have no text yet, since a character may take
+    several. `finished_at`: number of parts up to the last token; 0 until that token has been generated."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -48,7 +48,7 @@ class SentAnswer:
         return self.parts[parts - 1] if parts else Part("", 0, 0)
 
     def add(self, text: str, tokens: int, ids: Sequence[int], *, last: bool) -> None:
-        """Add a part. `tokens`: how many the answer has up to its end. `last`: no token follows."""
+        """Add a part. `tokens`: how many the answer has up to the part's end. `last`: no token follows."""
         self.ids.extend(ids)
         self.letters += len(text)
         self.parts.append(Part(text, tokens, len(self.ids)))

@@ -1,5 +1,5 @@
-"""An answer's reasoning and content as one text, with END between them, and how models mark that boundary in what they
-generate."""
+"""An answer's reasoning and content as one text, with END between them, and how models mark that boundary in their
+output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from kvatlas_router.continuation.reasons import CannotContinue, Why
 from kvatlas_router.continuation.rest_request import begun_stop
 
 END = "\ud800"
-"""No engine's text contains it: it is half of a surrogate pair."""
+"""No engine's text can contain this character: it is half of a surrogate pair."""
 _FRAMED = ("ernie", "hunyuan")
 """Models that also mark their content; their parsers remove these marks too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """What begins and ends a model's reasoning. Each is one token, whose `ids` depend on the model."""
+    """The markers that begin and end a model's reasoning. Each is one token; its id (`ids`) depends on the model."""
 
     start: str
     end: str
@@ -40,7 +40,7 @@ MARKERS = tuple(
         ("<mm:think>", "</mm:think>"),
     )
 )
-"""The markers of those reasoning parsers of vLLM 0.33 and SGLang 0.5.23 that remove nothing else."""
+"""The markers of those reasoning parsers in vLLM 0.33 and SGLang 0.5.23 that remove nothing else."""
 
 
 def markers_of(model_id: str | None) -> Sequence[Markers]:
@@ -50,16 +50,16 @@ def markers_of(model_id: str | None) -> Sequence[Markers]:
 
 @dataclass(slots=True)
 class ThoughtEnds:
-    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. `keep` True: they send it
-    at once, as at the end of any part. False: they remove it; elsewhere, they send white space at the end of a part with the
-    next part. None: not known yet. A part of the reasoning that ends in white space shows that they keep it. If complete
-    reasoning has no such part, `keep` is False."""
+    """How a pool's parsers treat white space at the end of the reasoning, as its answers have shown. If `keep` is True, they
+    send it immediately, as at the end of any part. If it is False, they remove it there; elsewhere they send white space at
+    the end of a part together with the next part. None: not known yet. A part of the reasoning that ends in white space shows
+    that they keep it. If complete reasoning has no such part, `keep` is False."""
 
     keep: bool | None = None
 
 
 class Thoughts:
-    """Joins the first engine's parts with those of later engines; the later ones are not parsed. `reasoned`: the answer has
+    """Joins the first engine's parts with those of later engines, which are not parsed. `reasoned`: the answer has
     reasoning; `thinks`: the client has received nothing after the reasoning yet. `ends`: see `ThoughtEnds`."""
 
     def __init__(self, ends: ThoughtEnds) -> None:
@@ -87,7 +87,7 @@ class Thoughts:
         return reasoning + END + content
 
     def resume(self, markers: Markers | None, *, inside: bool, fresh: bool) -> None:
-        """From now on, parts are read as another engine's model generates them. `markers=None`: they contain no reasoning.
+        """From now on, read parts as another engine's model generates them. `markers=None`: they contain no reasoning.
         `fresh`: the first part may begin the reasoning."""
         self.markers, self.inside, self._held = markers, inside, ""
         self._between, self._fresh = False, fresh and not inside
@@ -102,8 +102,8 @@ class Thoughts:
         return reasoning + END + content
 
     def read(self, text: str, *, last: bool) -> str:
-        """A later engine's part as joined text. It is empty as long as it may belong to a marker or to what parsers remove.
-        Raises CannotContinue if it has no markers."""
+        """A later engine's part as joined text. The result is empty as long as the part may belong to a marker or to
+        something that parsers remove. Raises CannotContinue if the part contains no markers."""
         if self.markers is None:
             return text
         text, self._held, thought = self._held + text, "", ""

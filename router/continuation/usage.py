@@ -9,10 +9,10 @@ from router_client.learning.token_counts import Usage
 
 @dataclass(slots=True)
 class WholeUsage:
-    """`prompt_tokens`, `cached_tokens`: of the client's prompt, as the first engine counted them; None if it did not.
-    `completion_tokens`: of the answer so far; None: not counted yet; `details`: how the first engine divides them. `before`:
-    the answer's tokens in the prompt of the last engine. `apart`: how many of the tokens before the reasoning's end the first
-    engine does not count as reasoning; None: it does not count reasoning."""
+    """`prompt_tokens`, `cached_tokens`: those of the client's prompt, as counted by the first engine; None if it did not
+    count them. `completion_tokens`: those of the answer so far (None: not counted yet); `details`: how the first engine
+    divides them. `before`: the answer's tokens that were part of the last engine's prompt. `apart`: how many of the tokens
+    before the end of the reasoning are not counted as reasoning by the first engine; None if it does not count reasoning."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -22,7 +22,7 @@ class WholeUsage:
     apart: int | None = None
 
     def learn(self, usage: Mapping[str, Any], *, first: bool) -> None:
-        """Read an engine's usage. `first`: of the first engine."""
+        """Read an engine's usage. `first`: it is the first engine."""
         own = count(usage, "prompt_tokens")
         details = usage.get("prompt_tokens_details")
         cached = count(details, "cached_tokens") if isinstance(details, dict) else None
@@ -38,8 +38,8 @@ class WholeUsage:
             self.completion_tokens = self.before + completion
 
     def learn_reasoning(self) -> None:
-        """Learn how the first engine counts reasoning tokens. Call this right after `learn`, if the usage came with a part of
-        the reasoning."""
+        """Learn how the first engine counts reasoning tokens. Call this right after `learn`, if the usage arrived together
+        with a part of the reasoning."""
         counted = count(self.details or {}, "reasoning_tokens")
         if self.apart is None and counted:
             self.apart = (self.completion_tokens or 0) - counted
@@ -51,7 +51,7 @@ class WholeUsage:
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
 
     def cap(self, most: int | None) -> None:
-        """Apply the answer's maximum number of tokens, which a guess of how many an engine got may exceed."""
+        """Apply the answer's maximum number of tokens. A guess of how many tokens an engine got may exceed it."""
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 
@@ -65,13 +65,13 @@ class WholeUsage:
 
     @property
     def whole(self) -> Usage | None:
-        """The usage of the client's request; None if no engine has counted."""
+        """The usage of the client's request; None if no engine has counted its tokens."""
         if self.prompt_tokens is None:
             return None
         return Usage(self.prompt_tokens, self.completion_tokens or 0, self.cached_tokens)
 
     def sum(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """An engine's usage, once learned, in terms of the client's request."""
+        """An engine's usage, after `learn`, in terms of the client's request."""
         prompt, completion = self.prompt_tokens or 0, self.completion_tokens or 0
         summed = {**usage, "prompt_tokens": prompt, "completion_tokens": completion}
         if "total_tokens" in usage:
@@ -87,6 +87,6 @@ class WholeUsage:
 
 
 def count(usage: Mapping[str, Any], name: str) -> int | None:
-    """A field with a number of tokens; None if it has no such number."""
+    """The number of tokens in a field of the usage; None if there is no such number."""
     value = usage.get(name)
     return value if type(value) is int and value >= 0 else None

@@ -1,4 +1,5 @@
-"""Lets engines fetch KV from each other: which requests may be priced with a fetch, and how they name its source.
+"""Lets engines fetch KV from each other: decides which requests may be priced with a fetch, and names the source in
+them.
 
 `router_client.pricing.copies` decides whether a source pays off; this module carries it out.
 """
@@ -15,23 +16,24 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 
 CARRIED_OUT = frozenset({KvConnector.P2P, KvConnector.KVCR})
-"""Connectors for which these routers name sources to engines."""
+"""Connectors for which these routers can name sources to engines."""
 
 
 def let_fetch(read: RequestPrompt, text: TextRequest | None) -> RequestPrompt:
-    """The prompt, allowed to be priced with a fetch of KV if its request can name a source and computes one prompt once. If
-    there are several prompts or answers, an engine would use the same source and id for each."""
+    """The prompt, allowed to be priced with a fetch of KV if its request can name a source and asks for one answer to one
+    prompt. With several prompts or answers, an engine would use the same source and id for each of them."""
     if text is None or not text.api.is_checked or text.prompts != 1 or text.choices != 1:
         return read
     return RequestPrompt(replace(read.prompt, fetch_by=CARRIED_OUT), read.prompt_tokens, read.untokenized)
 
 
 def fetch_fields(choice: Booked, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body's fields for the worker that computes the prompt, if it should fetch KV; new for each attempt."""
+    """Fields to add to the body for the worker that computes the prompt, if that worker should fetch KV; they are new
+    for each attempt."""
     fetch = fetch_of(choice)
     return {} if fetch is None else fetch.fields(body)
 
 
 def fetch_of(choice: Booked) -> Fetch | None:
-    """The fetch of the worker that computes the prompt."""
+    """The fetch by the worker that computes the prompt."""
     return ((choice.prefill or choice.decode) if isinstance(choice, PairChoice) else choice).fetch

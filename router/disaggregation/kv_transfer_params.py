@@ -1,5 +1,5 @@
-"""vLLM's request forms. The prefill request asks for one token and to keep the KV. The `kv_transfer_params` of its answer go
-into the decode request, whose engine fetches the KV.
+"""vLLM's request forms. The prefill request asks the engine to generate one token and to keep the KV. The
+`kv_transfer_params` of its answer go into the decode request, whose engine fetches the KV.
 
 Source: vLLM 0.33, `NixlConnectorScheduler` (`request_finished`, `get_num_new_matched_tokens`) and the proxy of its own tests
 (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
@@ -24,8 +24,8 @@ _ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "min_completion_tokens")
 
 
 def prefill_body(body: Mapping[str, Any], fetch: Mapping[str, Any]) -> bytes:
-    """The prefill request: one token, not streamed. `fetch`: fields that name a source of KV; vLLM's MultiConnector gives each
-    of its connectors the params that it knows."""
+    """The prefill request: one token, not streamed. `fetch`: fields that name a source of KV. vLLM's MultiConnector passes to
+    each of its connectors the params that the connector knows."""
     kept = {name: value for name, value in body.items() if name not in _ONLY_FOR_ANSWERS}
     one = {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
     params = {**(fetch.get("kv_transfer_params") or {}), **ASK}

@@ -1,4 +1,5 @@
-"""Books a pair for a request, or a single worker if that is cheaper, if the request can't be split, or if a split failed."""
+"""Books a pair of workers for a request, or a single worker if that is cheaper, if the request can't be split, or if a split
+has failed."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
@@ -17,7 +18,7 @@ Booked = Choice | PairChoice
 
 
 class _Prefillers(NamedTuple):
-    """A pool's prefill workers. `meet`: all of them meet their partners in rooms, as SGLang's do."""
+    """A pool's prefill workers. `meet`: all of them meet their partners in rooms, as SGLang's workers do."""
 
     ids: frozenset[str]
     meet: bool
@@ -29,7 +30,8 @@ class PairBooker:
     def __init__(
         self, client: RouterClient, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]], *, apart: bool = True
     ) -> None:
-        """`records`: the fleet's records, the same object until read again. `apart=False`: never book a pair."""
+        """`records`: the fleet's records, the same object until they are read again. `apart=False`: never book a
+        pair."""
         self._client = client
         self._records = records
         self._apart = apart
@@ -45,8 +47,8 @@ class PairBooker:
         apart: bool = True,
         dry_run: bool = False,
     ) -> Booked:
-        """Book a single worker or a pair. `apart=False`: a pair only if no single worker is left. `text=None`: the
-        request's prompt is not read. `dry_run`: book nothing. Raises NoWorkers, and whatever `RouterClient.reserve`
+        """Book a single worker or a pair. `apart=False`: book a pair only if no single worker is left. `text=None`: the
+        request's prompt is not read. `dry_run`: book nothing. Raises NoWorkers, or whatever `RouterClient.reserve`
         raises."""
         prefillers = await self._prefillers_of(prompt.scope.pool_id)
         if prefillers is None:
@@ -94,8 +96,8 @@ def _describe(members: list[FleetRecord]) -> _Prefillers:
 
 def _can_go_apart(text: TextRequest, prefillers: _Prefillers) -> bool:
     """True if the request may be split. vLLM's prefill engine drops the KV after one decode request has read it, and the decode
-    engine never computes the prompt; so requests with several answers or prompts, or prompt log probabilities, are not split.
-    Only chats and completions can be split."""
+    engine never computes the prompt; so requests that ask for several answers or for prompt log probabilities, or have several
+    prompts, are not split. Only chats and completions can be split."""
     if not text.api.is_checked:
         return False
     return prefillers.meet or (text.prompts == 1 and text.choices == 1 and not text.cache_reading.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Sends a request to both engines of a pair, in their protocol. The answer is the decode engine's."""
+"""Sends a request to both engines of a pair, in the engines' protocol. The answer comes from the decode engine."""
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ _log = RateLimitedLog(logging.getLogger("kvatlas_router.proxy"))
 
 
 class PrefillFailed(KvatlasError):
-    """The prefill worker `worker_id` failed. `error`: its refusal, or the connection's failure. `own_form`: its request
-    differed from the client's, so a refusal may not be the client's fault."""
+    """The prefill worker `worker_id` failed. `error`: its refusal, or the failure of the connection. `own_form`: the
+    request that it got differed from the client's, so a refusal may not be the client's fault."""
 
     def __init__(self, worker_id: str, error: EngineRefused | EngineUnreachable, *, own_form: bool) -> None:
         super().__init__(f"prefill: {error}")
@@ -45,8 +45,8 @@ class PrefillFailed(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class PairRequest:
-    """One request for both engines of a pair. `decoded`: its body. `fields`: added for the decode engine. `fetch`: added for
-    the prefill engine, to name a source of KV."""
+    """One request for both engines of a pair. `decoded`: its decoded body. `fields`: what is added for the decode engine.
+    `fetch`: what is added for the prefill engine, to name a source of KV."""
 
     prefill: Choice
     decode: Choice
@@ -72,7 +72,7 @@ async def send_to_pair(
     """`async with send_to_pair(...) as answer`: the decode engine's answer, of any status.
 
     `decoded`, `fields`, `fetch`: see `PairRequest`. The prefill worker's booking ends when its part is done. Raises
-    PrefillFailed, and whatever `send` raises for the decode engine.
+    PrefillFailed, or whatever `send` raises for the decode engine.
     """
     assert pair.prefill is not None
     one_by_one = TransferProtocol.of(pair.decode.kind) is TransferProtocol.KV_TRANSFER_PARAMS
@@ -135,12 +135,13 @@ async def _both_at_once(what: PairRequest, send: Send) -> AsyncIterator[Answer]:
 
 
 async def _stop(task: "asyncio.Task[None]") -> None:
-    """Stop the prefill request. Its connection closes if the engine still answers, since nothing would read it."""
+    """Stop the prefill request. If the engine is still answering, the connection is closed, since nothing would read
+    the answer."""
     await end_tasks([task])
 
 
 async def _read_good(worker: Choice, answer: Answer) -> bytes:
-    """Read a successful answer to its end; empty for a stream. Raises EngineRefused, also for an error in the answer, and
+    """Read a successful answer to its end; empty for a stream. Raises EngineRefused (also for an error in the answer) or
     EngineLost."""
     if isinstance(answer, StreamedAnswer):
         stream = EventStream(hide_usage=False)

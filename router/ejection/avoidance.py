@@ -1,4 +1,4 @@
-"""Choices that leave out workers that fail, stall, or asked for a pause."""
+"""Choices that skip workers that are failing, have stalled, or have asked for a pause."""
 
 from collections.abc import Awaitable, Callable, Collection
 from math import ceil
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class EnginesRest(KvatlasError):
-    """Every engine asked for a pause that is not over."""
+    """Every engine has asked for a pause that is not over yet."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"every engine asked for a pause; try again in {retry_after_s} s")
@@ -23,7 +23,7 @@ class EnginesRest(KvatlasError):
 
 
 class Avoidance:
-    """Makes choices that avoid the workers named by the monitor."""
+    """Makes choices that avoid the workers that the monitor reports."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class Avoidance:
         workers_of: Callable[[Scope], Awaitable[Collection[str]]],
         stalled_in: Callable[[str], frozenset[str]] = lambda _: frozenset(),
     ) -> None:
-        """`workers_of`: ids of a pool's workers that may get requests. `stalled_in`: ids of those that make no progress."""
+        """`workers_of`: ids of a pool's workers that may get requests. `stalled_in`: ids of the workers in a pool that make
+        no progress."""
         self._stalled_in = stalled_in
         self._ejections = ejections
         self._workers_of = workers_of
@@ -39,8 +40,9 @@ class Avoidance:
     async def choose(
         self, prompt: Prompt, tried: frozenset[str], choose: Callable[[frozenset[str]], Awaitable[T]]
     ) -> T:
-        """The result of `choose`, called with the workers to leave out. Workers that fail or stall are left out only if others
-        remain; those that asked for a pause, always. Raises NoWorkers, and EnginesRest if only resting workers remain."""
+        """The result of `choose`, called with the workers to skip. Workers that fail or stall are skipped only if others
+        remain; those that asked for a pause are always skipped. Raises NoWorkers, or EnginesRest if only resting workers
+        remain."""
         avoided = await self._avoided(prompt)
         if stalled := self._stalled_in(prompt.scope.pool_id) - tried:
             for others in (avoided.resting | avoided.failing, avoided.resting):  # a failing worker may still answer

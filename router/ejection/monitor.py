@@ -1,4 +1,4 @@
-"""Ejections in all pools that one router uses, shared with the other routers through the store."""
+"""Ejections in all the pools that a router uses, shared with other routers through the store."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ from kvatlas_router.upstream.status_verdict import Verdict, judge, retry_after_s
 EVERY_S = 1.0
 CALL_S = 1.0
 LEAST_REST_S = 1.0
-"""A refusal that asks for a shorter pause counts as a failure; otherwise the engine would soon get the next request."""
+"""A refusal that asks for a shorter pause counts as a failure; otherwise the engine would soon get its next request."""
 IDLE_S = 60.0
-"""A pool that got no request for this long is no longer read."""
+"""A pool that has had no requests for this long is no longer read."""
 
 _log = logging.getLogger("router_client")
 
@@ -47,8 +47,8 @@ class _Pool:
 
 
 class EjectionMonitor:
-    """Records answers and names the workers to avoid. Neither waits for the store, which gets failures within a millisecond and
-    is read each second. While the store is down, each router uses only its own answers."""
+    """Records answers and names the workers to avoid. Neither of these waits for the store, which receives failures within a
+    millisecond and is read every second. While the store is down, each router uses only its own answers."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class EjectionMonitor:
         members: Callable[[str], Awaitable[Collection[str]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`members`: given a pool's id, its workers, including those that get no requests now."""
+        """`members`: returns the workers of the pool with the given id, including those that get no requests now."""
         self.counters = EjectionCounters()
         self._shared = shared
         self._router_id = router_id
@@ -68,7 +68,7 @@ class EjectionMonitor:
         self._task = BackgroundTask(self._run, "kvatlas ejections")
 
     def suspects(self, pool_id: str) -> bool:
-        """True if the pool has any worker to avoid. Called for each request of the pool."""
+        """True if the pool has any worker to avoid. Called for every request to the pool."""
         ejections, now = self._ejections(pool_id), self._clock()
         self._pools[pool_id].used_at = now
         return ejections.has_suspects(now)
@@ -78,12 +78,13 @@ class EjectionMonitor:
         return self._ejections(pool_id).avoid(candidates, self._clock())
 
     def retry_budget(self, pool_id: str, tenant_id: str | None = None) -> RetryBudget:
-        """This router's retry budget for a pool and tenant. Each has its own, so that one's failures don't use up another's."""
+        """This router's retry budget for a pool and tenant. Each pool and tenant has its own, so that the failures of one don't
+        use up the budget of another."""
         self._ejections(pool_id)
         return self._pools[pool_id].retries.of(tenant_id)
 
     def record_sent(self, pool_id: str, worker_id: str) -> None:
-        """Record that a request is sent to this worker."""
+        """Record that a request is being sent to this worker."""
         self._ejections(pool_id).record_sent(worker_id, self._clock())
 
     def record_good(self, pool_id: str, worker_id: str) -> None:
@@ -119,7 +120,7 @@ class EjectionMonitor:
         self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]], why: str = ""
     ) -> Verdict:
         """Record an answer's status and return the verdict; `why`: the failure in words. A worker that sent Retry-After is
-        avoided until then. A refusal is doubtful if other workers refuse far less."""
+        avoided until that time. A refusal is doubtful if other workers refuse far fewer requests."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)
@@ -140,12 +141,12 @@ class EjectionMonitor:
         self._ejections(pool_id).record_unknown(worker_id)
 
     def rest(self, pool_id: str, worker_id: str, seconds: float) -> None:
-        """Avoid the worker for this time, as its engine asked."""
+        """Avoid the worker for this long, as its engine asked."""
         self._ejections(pool_id).rest(worker_id, seconds, self._clock())
 
     def ejected(self) -> Mapping[str, float]:
-        """Ejected workers of all pools, with the seconds left; 0 or less: half open. Workers that left the fleet are excluded,
-        though they are remembered in case they return."""
+        """Ejected workers in all pools, with the seconds left (0 or less: half open). Workers that have left the fleet are not
+        included, though they are remembered in case they return."""
         now = self._clock()
         pools = list(self._pools.values())  # metrics are read on another thread
         return {
@@ -166,7 +167,7 @@ class EjectionMonitor:
         await self._task.stop()
 
     async def exchange(self, pool_id: str) -> None:
-        """Share and read once. Raises what the store raises; unshared changes are kept then."""
+        """Share and read once. Raises whatever the store raises; changes that could not be shared are then kept."""
         pool, now = self._pools[pool_id], self._clock()
         for worker_id in pool.ejections.ended_trials(now):
             self.record_complete(pool_id, worker_id)

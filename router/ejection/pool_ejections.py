@@ -1,11 +1,12 @@
-"""Finds the workers of a pool that fail while the others don't. Pure: takes answers, returns workers to avoid.
+"""Finds the workers of a pool that fail while the others don't. Pure: takes answers and returns the workers to avoid.
 
-A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with HALF_LIFE_S), these are at least RATE
-of its answers, and that rate is at least WORSE times that of the rest of the pool: requests that fail everywhere prove nothing
-about a worker. An ejection lasts EJECT_S, doubling each time, until nothing has counted against the worker for ten minutes.
-After an ejection, one router of the pool may send one request (half open). If its answer completes, or lasts for TRIAL_S, the
-worker is readmitted; otherwise it is ejected again. A good beginning is not enough, since an engine that dies mid-answer
-begins every answer normally. Never more than SHARE of the candidates are avoided because of failures.
+A worker is ejected if at least LEAST_BAD of its recent answers failed (answers fade with a half-life of HALF_LIFE_S), the
+failures are at least RATE of its answers, and that rate is at least WORSE times that of the rest of the pool: requests that
+fail everywhere prove nothing about a worker. An ejection lasts EJECT_S, and each further one twice as long, until nothing has
+counted against the worker for ten minutes. After an ejection, one router of the pool may send it one request (half open). If
+its answer completes, or lasts for TRIAL_S, the worker is readmitted; otherwise it is ejected again. A good beginning is not
+enough, since an engine that dies mid-answer begins every answer normally. Never more than SHARE of the candidates are avoided
+because of failures.
 
 Refusals (a 400) are mostly the request's own fault, and don't count as failures. They are counted separately: a refusal is
 doubtful if its worker is ejected, or refuses so much more often than the others that it would be ejected for as many failures.
@@ -17,7 +18,7 @@ from kvatlas.dataclass import dataclass
 from kvatlas.ejection.store import CLAIM_S, HALF_LIFE_S, EjectionChange, EjectionRecord, Verdict
 
 LEAST_BAD = 2.5
-"""Three failures, faded a little."""
+"""Three failures that have faded a little."""
 RATE = 0.25
 WORSE = 2.0
 SHARE = 0.5
@@ -25,14 +26,15 @@ EJECT_S = 2.0
 MOST_EJECT_S = 60.0
 TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
-"""Time for which a worker that did not answer is avoided. By then its fleet record shows that it is down."""
+"""How long a worker that did not answer is avoided. After that, its fleet record shows that it is down."""
 MOST_REST_S = 30.0
-"""A longer Retry-After of an engine is cut to this, since its record will show if it is down for long."""
+"""A longer Retry-After from an engine is reduced to this, since the worker's record will show if it is down for
+long."""
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Good and bad answers, fading; `at`: the time that they are valid for."""
+    """Good and bad answers, fading; `at`: the time for which they are valid."""
 
     at: float
     good: float = 0.0
@@ -46,8 +48,8 @@ class _Counts:
 @dataclass(slots=True)
 class _Worker:
     """`own`: this router's answers, not shared yet; `shared`: those of all routers, as last read. `refusals`: this router's
-    answers, counting refusals as bad. `ejected_until=None`: not ejected; in the past: half open. `may_probe`: until then, only
-    this router may try it again. `began_at`: when the answer to that attempt began."""
+    answers, with refusals counted as bad. `ejected_until`: None if not ejected, in the past if half open. `may_probe`: until
+    this time, only this router may try the worker again. `began_at`: when the answer to that attempt began."""
 
     own: _Counts
     shared: _Counts
@@ -76,8 +78,9 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class Avoided:
-    """Candidates that should get no request now. `resting`: their engines asked for a pause, and get no request before its end.
-    `failing`: used if no other is left. `retry_after_s`: seconds until the first of `resting` may get requests again."""
+    """Candidates that should get no request now. `resting`: their engines asked for a pause and get no request before it ends.
+    `failing`: they are used only if no other worker is left. `retry_after_s`: seconds until the first of `resting` may get
+    requests again."""
 
     resting: frozenset[str] = frozenset()
     failing: frozenset[str] = frozenset()
@@ -85,7 +88,7 @@ class Avoided:
 
 
 class PoolEjections:
-    """One pool, as one router knows it. Times are seconds of any monotonic clock."""
+    """One pool, as seen by one router. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
@@ -115,8 +118,8 @@ class PoolEjections:
         return True
 
     def record_bad(self, worker_id: str, now: float, *, unreachable: bool = False) -> float:
-        """Record a failed request. Returns the seconds that this ejects the worker for; 0 if it does not. `unreachable`: it did
-        not answer."""
+        """Record a failed request. Returns the seconds for which this ejects the worker; 0 if it does not. `unreachable`: the
+        worker did not answer."""
         worker = self._worker(worker_id, now)
         worker.own.fade(now)
         worker.own.bad += 1
@@ -144,7 +147,7 @@ class PoolEjections:
             worker.probing, worker.began_at = False, None
 
     def ended_trials(self, now: float) -> list[str]:
-        """Half-open workers whose attempt has been answered for so long that it counts as complete."""
+        """Half-open workers that have been answering their trial request for so long that it counts as complete."""
         return [
             worker_id
             for worker_id, worker in self._workers.items()
@@ -152,12 +155,13 @@ class PoolEjections:
         ]
 
     def rest(self, worker_id: str, seconds: float, now: float) -> None:
-        """Avoid the worker for this time, as its engine asked."""
+        """Avoid the worker for this long, as its engine asked."""
         self._worker(worker_id, now).resting_until = now + min(seconds, MOST_REST_S)
         self._suspects.add(worker_id)
 
     def record_sent(self, worker_id: str, now: float) -> None:
-        """Record that a request is sent to the worker. A half-open worker gets no second one until this is answered."""
+        """Record that a request is being sent to the worker. A half-open worker gets no second request until this one
+        is answered."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.ejected_until is not None and worker.ejected_until <= now:
             worker.probing = True
@@ -209,8 +213,8 @@ class PoolEjections:
     # ------------------------------------------------------------ sharing
 
     def take_changes(self, now: float, *, used: bool) -> list[EjectionChange]:
-        """The changes to share now: the counts of each worker that recently failed, and the verdicts. `used`: this router
-        has requests for the pool, so it may ask for workers to be retried."""
+        """The changes to share now: the counts of each worker that has recently failed, and the verdicts. `used`: this
+        router has requests for the pool, so it may ask to retry workers."""
         changes = []
         for worker_id, worker in self._workers.items():
             worker.own.fade(now)
@@ -230,7 +234,7 @@ class PoolEjections:
 
     def put_back(self, changes: Collection[EjectionChange], now: float) -> None:
         """Take back changes that the store did not confirm, to share them again. If the store did apply them, some answers
-        count twice, which does no harm."""
+        are counted twice, which does no harm."""
         for change in changes:
             worker = self._worker(change.worker_id, now)
             worker.own.good, worker.own.bad = worker.own.good + change.good, worker.own.bad + change.bad
@@ -245,7 +249,7 @@ class PoolEjections:
             worker = self._worker(worker_id, now)
             worker.shared = _Counts(now, record.good, record.bad)
             if worker.verdict is not Verdict.COUNT:
-                continue  # this router has decided since
+                continue  # this router has decided in the meantime
             worker.times = record.times
             worker.ejected_until = None if record.left_s is None else now + record.left_s
             if worker.ejected_until is not None:
@@ -294,5 +298,5 @@ class PoolEjections:
 
 
 def _eject_s(times: int) -> float:
-    """Seconds of the next ejection, after `times` earlier ones."""
+    """Duration of the next ejection in seconds, after `times` earlier ones."""
     return min(EJECT_S * 2.0 ** min(times, 16), MOST_EJECT_S)

@@ -13,14 +13,14 @@ MOST_TENANTS = 1_000
 
 
 class RetryBudgets:
-    """The budgets of one pool's tenants in one router. Tenants share RESERVE equally, each with at least LEAST_RESERVE; the
-    last MOST_TENANTS of them are known."""
+    """One router's budgets for the tenants of one pool. Tenants share RESERVE equally, but each gets at least
+    LEAST_RESERVE. Only the MOST_TENANTS most recent tenants are remembered."""
 
     def __init__(self) -> None:
         self._budgets: OrderedDict[str | None, RetryBudget] = OrderedDict()
 
     def of(self, tenant_id: str | None) -> "RetryBudget":
-        """A tenant's budget; None: the only tenant."""
+        """A tenant's budget; None: there is only one tenant."""
         budget = self._budgets.get(tenant_id)
         if budget is None:
             budget = self._budgets[tenant_id] = RetryBudget()
@@ -32,11 +32,11 @@ class RetryBudgets:
 
 
 class RetryBudget:
-    """The budget of one pool and tenant in one router: at most SHARE of its first attempts, plus about `reserve` per FADE_S,
-    which matters if there are few requests.
+    """One router's budget for a pool and tenant: at most SHARE of their first attempts, plus about `reserve` per FADE_S, which
+    matters when there are few requests.
 
-    Budgets add up as first attempts do: R routers together retry at most SHARE of the pool's requests plus R times RESERVE. An
-    attempt that reached no engine costs no engine anything, and is not counted.
+    Budgets add up just as first attempts do: together, R routers retry at most SHARE of the pool's requests, plus R times
+    RESERVE. An attempt that reached no engine costs no engine anything, and is not counted.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RetryBudget:
     def record_request(self) -> None:
         """Record a request's first attempt."""
         self._refill()
-        self._earned += self._share  # faded: a burst of failures may use what the last seconds earned
+        self._earned += self._share  # faded: a burst of failures may use what was earned in the last few seconds
 
     def take(self) -> bool:
-        """True if one more attempt is allowed, which is then counted."""
+        """Return true if one more attempt is allowed, and count it."""
         self._refill()
         if self._earned >= 1.0:
             self._earned -= 1.0

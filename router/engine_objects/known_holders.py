@@ -1,11 +1,11 @@
-"""Remembers, in one process, which worker has each object. The space for all tenants together is bounded, and each has an
-equal right to it."""
+"""Remembers, in one process, which worker has each object. The total space is bounded, and all tenants have an equal
+right to it."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 
 SPARE = 0.01
-"""Share of the space that is freed at a time, so that freeing it costs little."""
+"""Share of the space that is freed each time; freeing this much in one go keeps the cost low."""
 
 
 class KnownHolders:
@@ -42,8 +42,8 @@ class KnownHolders:
                 del self._known[tenant_id]
 
     def _equal_part(self) -> int:
-        """The most objects that each tenant may keep, so that all of them together fit, with room to spare. Tenants with
-        fewer leave the rest of their share to the others."""
+        """The largest number of objects that each tenant may keep so that everything fits, with room to spare. Tenants
+        with fewer objects leave the rest of their share to the others."""
         room = int(self._most * (1 - SPARE))
         sizes = sorted(map(len, self._known.values()))
         for place, size in enumerate(sizes):

@@ -16,19 +16,19 @@ from router_client.decision.selector import Selector
 from router_client.prompt import Prompt
 
 MOST_KNOWN = 100_000
-"""Objects that one router keeps in memory, of all tenants."""
+"""Number of objects, from all tenants, that one router keeps in memory."""
 CALL_S = 1.0
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
 
 class ObjectUnknown(KvatlasError):
-    """No engine is known to have the object that a request names, or that engine is gone."""
+    """No engine is known to have the object that a request names, or the engine that had it is gone."""
 
 
 class ObjectHolders:
-    """Safe to share between tasks of one event loop. Bounded, here and in the store: each tenant has its share, and its oldest
-    objects are forgotten first."""
+    """Safe to share between tasks of one event loop. Bounded, both here and in the store: each tenant has its share, and its
+    oldest objects are forgotten first."""
 
     def __init__(self, fleet: FleetStore, records: Callable[[], Awaitable[Mapping[str, FleetRecord]]]) -> None:
         self._fleet = fleet
@@ -38,12 +38,12 @@ class ObjectHolders:
     async def find(
         self, use: ObjectUse, workers: Iterable[str] | None = None, tenant_id: str | None = None
     ) -> FleetRecord | None:
-        """The worker that a request must go to; None: any. `workers`: candidates; None: all. `tenant_id`: the proven tenant,
-        which reaches only its own objects; None: there is one tenant.
+        """The worker that a request must go to; None: any worker. `workers`: the candidates; None: all workers. `tenant_id`:
+        the proven tenant, who can reach only its own objects; None: there is only one tenant.
 
-        Raises ObjectUnknown if no present worker is known to have the object; InvalidValue if the request names objects of
-        several workers, or would list those of all; and Unreachable if the holder can't take requests now, or can't be looked
-        up because the store does not answer.
+        Raises ObjectUnknown if no worker in the fleet is known to have the object; InvalidValue if the request names objects
+        on several workers, or would list the objects of all workers; or Unreachable if the holder can't take requests now, or
+        can't be looked up because the store does not answer.
         """
         if not use.ids and not use.lists:
             return None
@@ -75,8 +75,8 @@ class ObjectHolders:
         return None
 
     async def record(self, ids: Iterable[str], worker_id: str, tenant_id: str | None = None) -> None:
-        """Record that the worker's engine keeps these objects of this tenant. Waits up to CALL_S for the store, because the
-        next request for an object may reach another router."""
+        """Record that the worker's engine keeps these objects for this tenant. Waits up to CALL_S for the store, because
+        the next request for an object may reach another router."""
         new = {id: worker_id for id in ids if self._known.find(tenant_id, id) != worker_id}
         if not new:
             return
@@ -107,5 +107,5 @@ class ObjectHolders:
 
 
 def only_for(prompt: Prompt, holder: FleetRecord) -> Prompt:
-    """The prompt restricted to this worker."""
+    """The prompt, restricted to this worker."""
     return replace(prompt, select=replace(prompt.select or Selector(), allow=frozenset((holder.endpoint.id,))))

@@ -10,15 +10,15 @@ from kvatlas.runtime.json_text import decode
 from kvatlas_router.tokens.text_request import is_large
 
 MOST_ID = 256
-"""No engine makes longer ids."""
+"""Length limit for an id. No engine creates longer ones."""
 MOST_ANSWER_BYTES = 1 << 20
-"""Longer answers are not decoded."""
+"""Size limit: longer answers are not decoded."""
 
 _KINDS = ("responses", "files", "uploads", "batches", "assistants", "threads", "conversations", "vector_stores")
 OBJECT_ROUTES = tuple(f"/v1/{kind}{rest}" for kind in _KINDS for rest in ("", "/{rest:path}"))
-"""The paths of these objects, as Starlette writes them."""
+"""The paths of these objects, in Starlette's notation."""
 _OWN = frozenset({"render", "input_tokens", "compact", "runs"})
-"""Path parts of `/v1/responses` and `/v1/threads` that are calls, not ids."""
+"""Parts of paths below `/v1/responses` and `/v1/threads` that are calls, not ids."""
 _PATH = re.compile(rf"/v1/(?:{'|'.join(_KINDS)})(?:/([^/]+)(?:/.*)?)?/?", re.DOTALL)
 _FIELDS = (
     "previous_response_id",
@@ -41,17 +41,18 @@ _UNDER_PARTS = ("file", "source", "image_file", "container")
 _LISTS = ("attachments", "files", "tool_resources")
 """Fields of messages, threads, assistants and batches of files; each member names objects."""
 _HOLD_PARTS = ("messages", "content", "output", "tools", "thread")
-"""Fields that hold parts, tools and messages. `input` is read only at the top level: a tool's `input` is free text."""
+"""Fields that hold message parts, tools and messages. `input` is read only at the top level: a tool's `input` is free
+text."""
 _IN_PLACES = ("file_id", "file_ids", "vector_store_ids")
-"""Fields of parts, tools and attachments that name objects."""
+"""Fields of message parts, tools and attachments that name objects."""
 _MOST_NESTED = 8
 _IN_LONG_BODY = re.compile(rb'"(?:previous_response_id|conversation|input_file_id)"\s*:\s*"([\w.-]{1,256})"')
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectUse:
-    """How a request uses such objects. `ids`: the objects that it names; empty if it makes one or lists them. `lists`: it
-    lists them. `kept`: the engine keeps what this request makes."""
+    """How a request uses such objects. `ids`: the objects that it names; empty if it creates one or lists them. `lists`:
+    it lists objects. `kept`: the engine keeps the object that this request creates."""
 
     ids: tuple[str, ...] = ()
     lists: bool = False
@@ -59,7 +60,8 @@ class ObjectUse:
 
     @classmethod
     def of(cls, method: str, path: str, body: bytes, decoded: Mapping[str, Any] | None = None) -> "ObjectUse | None":
-        """None for a request that uses no such objects. `decoded`: the body of a request for tokens, if already decoded."""
+        """None for a request that uses no such objects. `decoded`: the decoded body, if the request is one for tokens and
+        has already been decoded."""
         found = _PATH.fullmatch(path)
         if found is None:
             ids = list(_ids_in_parts(decoded or _decode(body))) if _may_name_files(body) else []
@@ -76,14 +78,15 @@ class ObjectUse:
         return cls(_named(ids), lists=method == "GET" and not found[1], kept=kept)
 
     def made_by(self, body: bytes) -> tuple[str, ...]:
-        """Ids in a successful answer: the object's own, and those of the files that it lists as results."""
+        """Ids in a successful answer: that of the object itself, and those of the files that it lists as results."""
         decoded = _decode(body) if self.kept and len(body) <= MOST_ANSWER_BYTES else {}
         ids = [id for name, id in decoded.items() if name == "id" or name.endswith("_file_id")]
         return tuple(id for id in ids if isinstance(id, str) and 0 < len(id) <= MOST_ID)
 
 
 def is_object_field(name: str, within: str | None) -> bool:
-    """True if a field of this name may name an object. `within`: the body's field that has it; None: the body itself."""
+    """True if a field of this name may name an object. `within`: the field of the body that contains it; None: the body
+    itself."""
     return name in (_FIELDS if within is None else _IN_PLACES)
 
 
@@ -99,7 +102,7 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    """True if a name may be in the text, possibly with escaped characters."""
+    """True if the text may contain a file's name, possibly with escaped characters."""
     return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 

@@ -10,13 +10,13 @@
     unpublished_pods.py   the decision over pods without a publisher
     booked_request.py     one booked request, from its choice to its end
     worker_addresses.py   a worker's ip:port
-    pool_pods.py          the pods of a pool, by their names or from Kubernetes
-    asked_request.py      a request as the picker reads it
-    extension_objects.py  priorities and rewrites of models, from Kubernetes
+    pool_pods.py          the pods of a pool, found by name or through Kubernetes
+    asked_request.py      a request, as read by the picker
+    extension_objects.py  priorities and model rewrites, from Kubernetes
     kubernetes_api.py     reads objects of the pod's namespace
     counters.py           counters
     field_metrics.py      metrics under the names that common dashboards use
 
 The gateway opens a stream for each request and sends the request and its answer through it. Anything not sent back never
-reaches the engine or the client. If the stream ends with an error, the client gets an error 500.
+reaches the engine or the client. If the stream ends with an error, the client gets a status 500.
 """

@@ -14,19 +14,20 @@ from router_client.learning.timings import AnswerClock, Timings
 from router_client.learning.token_counts import Usage
 
 MOST_BYTES = 4 << 20
-"""Limit in bytes: a longer answer that is not streamed is passed on unread."""
+"""Limit in bytes. A longer answer that is not streamed is passed on unread."""
 
 
 class AnswerReader:
-    """Passes bytes through unchanged, except for a stream's usage that its client did not ask for, and for `renaming`.
+    """Passes bytes through unchanged, except that it applies `renaming` and drops a stream's usage if the client did not ask
+    for it.
 
     `renaming`: JSON answers and event streams name the client's model instead of the engine's. A JSON answer is then held back
-    until its end.
+    until it is complete.
 
-    `clock`: starts with the reader, when the request goes to its engine. Compressed answers and those with a status other than
-    200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with content arrived
-    or, for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer with status 200,
-    or its missing end. `kept`: ids of the `objects` that the answer creates.
+    `clock`: started along with the reader, when the request goes to its engine. Compressed answers and those with a status
+    other than 200 are not read. `is_stream`: the answer is a stream of server-sent events. `has_content`: an event with
+    content arrived or, for an answer that is not read as a stream, its first bytes. `error`: the error in a complete answer
+    with status 200, or its missing end. `kept`: ids of the `objects` that the answer creates.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class AnswerReader:
 
     @property
     def changes_length(self) -> bool:
-        """True if the answer's length may differ from what the engine announced."""
+        """True if the answer's length may differ from the one that the engine announced."""
         return bool(self._names) and self._whole is not None
 
     def feed(self, part: bytes, *, last: bool) -> bytes:
@@ -119,7 +120,7 @@ class AnswerReader:
 
     @property
     def usage(self) -> Usage | None:
-        """The engine's usage of one prompt; None: nothing to compare with."""
+        """The engine's usage for one prompt; None: there is nothing to compare with."""
         return self._usage
 
     @property

@@ -1,4 +1,4 @@
-"""A request as the picker reads it: its call, and its priority and model rewrite from the extension's objects."""
+"""A request as the picker reads it: its call, plus its priority and model rewrite from the extension's objects."""
 
 import re
 from collections.abc import Mapping
@@ -24,20 +24,21 @@ _ADMINISTRATION = re.compile(
     r"openapi.json|metrics|ping|load|dump.*|open_session|close_session|.*external_corp.*|hicache.*|shutdown.*|finish_.*|"
     r"begin_.*|end_.*|weights?_.*|fault_tolerance|register_.*|send_.*|pd_role_switch|.*transfer_engine_info)(?:/.*)?"
 )
-"""Administrative paths of engines, never passed on, whatever routes a gateway has."""
+"""Administrative paths of engines, which are never passed on, whatever routes a gateway has."""
 _MAY_BE_JSON = re.compile(rb"[ \t\r\n\x00\xef\xbb\xbf\xff\xfe]*[{\[]")
-"""A JSON object or list that an engine might read whatever its content type, after spaces and byte order marks."""
+"""Matches a JSON object or list, after white space and byte order marks, that an engine might read whatever the content
+type."""
 
 
 class AdministrationPath(InvalidValue):
-    """The path is for engines' operators."""
+    """The path is meant for the engines' operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
     """`changed`: the body for the engine, if it differs from the client's. `renaming`: set if that body names another model.
-    `priority`: its objective's, in the queue's order: lower is earlier; None: no objective. `caller`: the sender that the
-    gateway names."""
+    `priority`: that of its objective, in the queue's order, in which lower values come first; None: no objective. `caller`:
+    the sender named by the gateway."""
 
     head: RequestHead
     call: EngineCall
@@ -49,7 +50,7 @@ class AskedRequest:
 
     @property
     def objects(self) -> ObjectUse | None:
-        """The engine-kept objects that the request names or makes."""
+        """The objects, kept by engines, that the request names or creates."""
         text = self.call.text
         return ObjectUse.of(self.head.method, self.head.path, self.call.body, None if text is None else text.body)
 
@@ -64,10 +65,10 @@ class AskedRequest:
         fairness_header: str = "",
         salts: bool = False,
     ) -> Self:
-        """`body=None`: it was not waited for. `trust`: the headers and metadata that the gateway sets itself. `salts`:
-        each tenant's requests get their own cache salt.
+        """`body=None`: the body was not waited for. `trust`: the headers and metadata that the gateway sets itself.
+        `salts`: each tenant's requests get their own cache salt.
 
-        Raises AdministrationPath, SenderUnknown, and InvalidValue for a body that engines must not get.
+        Raises AdministrationPath, SenderUnknown, or InvalidValue for a body that engines must not get.
         """
         caller = trust.caller(head)
         call = await _read_call(head, body, of_tenant=caller.is_proven)
@@ -115,7 +116,7 @@ def _model_of(call: EngineCall) -> str:
 
 
 def _rename(body: bytes, target: str) -> bytes | None:
-    """The JSON body with another model; None if it is not a JSON object."""
+    """The JSON body with the model replaced; None if it is not a JSON object."""
     try:
         asked: Mapping[str, Any] = parse_object(body)
     except InvalidValue:

@@ -40,11 +40,12 @@ class BookedPrompt:
 
 
 Move = Callable[[Prompt, str], Awaitable[BookedPrompt | None]]
-"""Books the worker at the endpoint that answered; None if that is not a worker of the fleet, or can't be booked."""
+"""Books the worker at the endpoint that answered. Returns None if that is not a worker of the fleet, or if it can't be
+booked."""
 
 
 class LeftBookings:
-    """Ends the bookings of requests whose answers bypass the picker, at the time when these should be complete.
+    """Ends the bookings of requests whose answers bypass the picker, at the time when the answers should be complete.
 
     An engine's load report replaces earlier bookings, so a wrong estimate lasts only until the next report.
     """
@@ -76,7 +77,7 @@ async def _end_later(choice: Booked, end: Callable[[], Awaitable[None]]) -> None
 
 @dataclass(frozen=True, slots=True)
 class BookedParts:
-    """Parts that all booked requests of a picker share."""
+    """Parts that are shared by all booked requests of a picker."""
 
     admission: Admission
     ejections: EjectionMonitor
@@ -87,7 +88,7 @@ class BookedParts:
 
 
 class BookedRequest:
-    """See `PickedRequest`. The outcome is recorded for the worker and shared with all routers, as in the proxy."""
+    """See `PickedRequest`. As in the proxy, the outcome is recorded for the worker and shared with all routers."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class BookedRequest:
             self._judge(status, headers)
             return
         self._moved = True
-        self._watched.leave()  # the gateway gave up on the worker, as a client may
+        self._watched.leave()  # the gateway gave up on the worker, as a client might
         ejections, first = self._parts.ejections, self._booked
         line = f"the gateway moved on to {served}"
         ejections.record_bad(first.pool_id, first.choice.worker_id, line, unreachable=True)
@@ -182,7 +183,7 @@ class BookedRequest:
         self._parts.left.hold(self._booked.choice, self._end)
 
     def _end_watch(self) -> None:
-        """End the watch. If only the answer's headers pass the picker, they count as its first byte."""
+        """End the watch. If only the answer's headers pass through the picker, they count as its first byte."""
         if self._judged and not self._moved and not self._watched.began:
             self._watched.progress(b"headers")
         self._watched.end()

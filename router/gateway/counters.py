@@ -10,16 +10,16 @@ from router_client.learning.condition import RequestEnds
 class GatewayCounters:
     """Plain integers since the process started.
 
-    A gateway's request is picked `by_prompt` (by overlap with the prompt), `by_load` (prompt unknown: no completion, too long,
-    not read in time), or as `unpublished` (a pod without a publisher). Otherwise it is refused: `invalid` (its client's
-    fault), `refused` (no worker can take it), `shed` or `queue_full` (overload), or `late` (no decision in time). `undecided`:
-    it ended before a decision. `queued`: it waited for a worker with room.
+    An endpoint for a gateway's request is picked `by_prompt` (overlap with the prompt), `by_load` (the prompt is unknown: not
+    a completion, too long, or not read in time), or as `unpublished` (a pod without a publisher). Otherwise the request is
+    refused: `invalid` (its client's fault), `refused` (no worker can take it), `shed` or `queue_full` (overload), or `late`
+    (no decision in time). `undecided`: it ended before a decision. `queued`: it waited for a worker with room.
 
     Picked requests end as `answered` (status 2xx, complete), `failed` (another status), `left` (the answer bypassed the
     picker), or `gone` (the client, gateway or engine disconnected first). `served_elsewhere`: a fallback answered.
     `out_of_order`: streams ended because of a protocol violation; `observed`: streams ended because the filter only observes.
-    `no_address`: times that a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request
-    to its decision.
+    `no_address`: how often a worker was found whose address no gateway can use. `pick_time`: seconds from reading a request
+    to deciding on it.
     """
 
     by_prompt: int = 0
@@ -43,7 +43,7 @@ class GatewayCounters:
     pick_time: Distribution = field(default_factory=Distribution)
 
     def read_ends(self) -> RequestEnds:
-        """The ended requests, as the picker's router reports them."""
+        """The ended requests, as reported by the picker's router."""
         picked = self.by_prompt + self.by_load + self.unpublished
         lost = self.refused + self.shed + self.queue_full + self.late
         return RequestEnds(picked + lost, lost, self.gone)

@@ -1,4 +1,5 @@
-"""The extension's objects for requests: InferenceObjective sets a priority, InferenceModelRewrite another model.
+"""The extension's objects for requests: InferenceObjective sets a priority; InferenceModelRewrite sets a different
+model.
 
 Version v1alpha2 of the group `inference.networking.x-k8s.io` (Inference Extension) or `llm-d.ai` (llm-d-router 0.9).
 """
@@ -68,8 +69,8 @@ Targets = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class PoolObjects:
-    """`priorities`: by objective's name; higher is more important. `rewrites`: targets by the model that a request names.
-    `rewrites_any`: targets for any other model."""
+    """`priorities`: by the objective's name; higher values are more important. `rewrites`: targets, by the model that a
+    request names. `rewrites_any`: targets for any other model."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)
     rewrites: Mapping[str, Targets] = field(default_factory=dict)
@@ -77,9 +78,11 @@ class PoolObjects:
 
     @classmethod
     def of(cls, pool: str, objectives: Iterable[Any], rewrites: Iterable[Any]) -> tuple["PoolObjects", Sequence[str]]:
-        """The pool's objects among those of a namespace, and a line for each object that can't be read and is left out.
+        """The pool's objects among those of a namespace, and one line for each object that is left out because it can't
+        be read.
 
-        An exact match takes precedence over a rule for all models, then an older object, then an earlier rule.
+        An exact match takes precedence over a rule for all models; after that, an older object over a newer one, and an
+        earlier rule over a later one.
         """
         wrong: list[str] = []
         priorities = {
@@ -112,7 +115,8 @@ class PoolObjects:
 
 
 class ExtensionObjects(PeriodicRead):
-    """A pool's objects, read periodically. While the API does not answer, the last-read objects stay in use."""
+    """A pool's objects, read periodically. While the API does not answer, the objects that were read last stay in
+    use."""
 
     def __init__(self, api: KubernetesApi | None, group: str, pool: str) -> None:
         """`api=None`: there are no objects."""

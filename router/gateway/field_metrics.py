@@ -1,6 +1,6 @@
 """Metrics under the names that common dashboards of endpoint pickers use, besides our own.
 
-Exported if OpenTelemetry's metrics are on; otherwise each call does nothing.
+They are exported if OpenTelemetry metrics are on; otherwise each call does nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +53,7 @@ class RequestLabels:
 
 
 class FieldMetrics:
-    """One per process."""
+    """The metrics of one process."""
 
     def __init__(self, pool: str, ready_endpoints: Callable[[], int]) -> None:
         """`pool`: the name of the InferencePool. `ready_endpoints`: number of its endpoints that may get requests."""
@@ -98,7 +98,7 @@ class FieldMetrics:
         self._pick.record(seconds)
 
     def record_begin(self, labels: RequestLabels) -> Mapping[str, str]:
-        """Record a picked request. Returns its attributes for the other calls."""
+        """Record a picked request. Returns the attributes to pass to the other calls."""
         attributes = {
             "model_name": self._bounded(labels.model),
             "target_model_name": self._bounded(labels.target or labels.model),
@@ -120,7 +120,7 @@ class FieldMetrics:
         self._ttft.record(seconds, {**attributes, "streaming": str(streamed).lower()})
 
     def record_end(self, attributes: Mapping[str, str], seconds: float, error: str, usage: Usage | None) -> None:
-        """Record a request's end. `error`: its status or what happened; '' for success."""
+        """Record a request's end. `error`: its status, or what went wrong; '' for success."""
         self._running.add(-1, attributes)
         if error:
             self._errors.add(1, {**attributes, "error_code": error})

@@ -1,7 +1,8 @@
 """Picks endpoints as `kvatlas router` does: the fleet's workers by cost, and pods without a publisher.
 
-A completion or a chat goes where its prompt costs least. Any other request, or one whose prompt is unknown, goes to the least
-loaded worker of its model. If it names no known model, it goes to a worker of any model, whose engine then reports the error.
+A completion or a chat goes where its prompt costs least. Any other request, and one whose prompt is unknown, goes to the
+least loaded worker of its model. If it names no known model, it goes to a worker of any model, whose engine then reports the
+error.
 """
 
 import logging
@@ -49,11 +50,11 @@ _log = logging.getLogger("kvatlas_router.gateway")
 
 @dataclass(frozen=True, slots=True)
 class FleetPickerSettings:
-    """`fallbacks`: number of additional endpoints for the gateway's retries. `ask_usage`: let streams report their usage to
+    """`fallbacks`: number of additional endpoints for the gateway's retries. `ask_usage`: make streams report their usage to
     the picker. `tenant_header`: the fairness header, in lower case. `prefill_header`: passes the prefill worker's endpoint to
-    an engine's sidecar; '' for none. `kv_source_header`: the same for the worker to fetch KV from. `trust`: what the gateway
-    vouches for about senders. `salts`: each tenant's requests get their own cache salt. `decisions`: explain the choice in a
-    header of the answer."""
+    an engine's sidecar; '' for none. `kv_source_header`: passes the worker to fetch KV from in the same way. `trust`: what
+    the gateway vouches for about senders. `salts`: each tenant's requests get their own cache salt. `decisions`: explain the
+    choice in a header of the answer."""
 
     fallbacks: int = 0
     ask_usage: bool = True
@@ -117,7 +118,7 @@ class FleetPicker:
         return len(self._addresses.among(pool).unpublished) + len(routable & set(pool))
 
     def wants_body(self, head: RequestHead) -> bool:
-        """True if the body matters; a form matters only if there are several models, one of which it names."""
+        """True if the body matters. A form matters only if there are several models, because it names one of them."""
         reads = self._has_models or not is_form(head.path, head.first(b"content-type") or "")
         return reads and head.method in ("POST", "PUT", "PATCH")
 
@@ -210,7 +211,7 @@ class FleetPicker:
     async def _pick_worker(
         self, asked: AskedRequest, candidates: Candidates, *, may_hide_usage: bool
     ) -> PickedRequest | Refusal | str:
-        """Pick a worker. Returns a text with the reason if none can take the request."""
+        """Pick a worker. If no worker can take the request, returns the reason as a text."""
         if candidates.workers is not None and not candidates.workers:
             return "none of the allowed endpoints belongs to a worker"
         try:
@@ -284,7 +285,7 @@ class FleetPicker:
         return BookedPrompt(among, choice)
 
     def _endpoints(self, choice: Booked) -> Sequence[str]:
-        """The chosen worker's endpoint, then those of the fallbacks; empty if the chosen one has none."""
+        """The chosen worker's endpoint, then those of the fallbacks; empty if the chosen worker has none."""
         known = self._addresses.endpoints
         first = known.get(choice.worker_id)
         prefill = choice.prefill if isinstance(choice, PairChoice) else None
@@ -301,7 +302,7 @@ class FleetPicker:
         return list(endpoints)
 
     def _headers(self, choice: Booked) -> Mapping[str, str]:
-        """Headers for the engine, or for its sidecar, which has the prefill worker compute the prompt."""
+        """Headers for the engine, or for its sidecar, which makes the prefill worker compute the prompt."""
         headers, endpoints = dict(choice.headers), self._addresses.endpoints
         if isinstance(choice, PairChoice) and choice.prefill is not None:
             headers[self._settings.prefill_header] = endpoints[choice.prefill.worker_id]
@@ -310,7 +311,8 @@ class FleetPicker:
         return headers
 
     def _told_source(self, choice: Booked) -> str | None:
-        """The worker to fetch KV from, if a header names it to the engine's sidecar; None: the body names it, if any."""
+        """The worker to fetch KV from, if a header passes it to the engine's sidecar; None: if there is such a worker,
+        the body names it."""
         fetch = fetch_of(choice)
         if not self._settings.kv_source_header or fetch is None or fetch.source.kv_connector is not KvConnector.P2P:
             return None
@@ -330,7 +332,7 @@ class FleetPicker:
     # ------------------------------------------------------------ prompts
 
     async def _read(self, asked: AskedRequest, workers: frozenset[str] | None) -> _Read:
-        """Raises NoWorkers and Unreachable."""
+        """Raises NoWorkers or Unreachable."""
         head, call = asked.head, asked.call
         request_id = head.first(b"x-request-id")
         try:
@@ -341,7 +343,7 @@ class FleetPicker:
         except (UnknownModel, InvalidValue):
             return self._guess(asked, workers)
         read = self._parts.reader.with_session(read, head.headers)
-        # the body goes to the decode worker: only a header can tell its sidecar what the prefill worker should fetch
+        # the body goes to the decode worker, so only a header can tell its sidecar what the prefill worker should fetch
         if self._settings.kv_source_header or not self._settings.prefill_header:
             read = let_fetch(read, call.text)
         return _Read(read, call.text)
@@ -354,7 +356,8 @@ class FleetPicker:
         )
 
     def _any_scope(self, workers: frozenset[str] | None, tenant_id: str | None) -> Scope:
-        """The scope of the model of a random candidate that may see the tenant's prompts. Raises NoWorkers."""
+        """The scope of the model that a random candidate serves, among those that may see the tenant's prompts. Raises
+        NoWorkers."""
         tenant_id = tenant_id or self._parts.catalogue.tenant_id
         ids = self._addresses.endpoints if workers is None else workers
         records = [self._records[worker_id] for worker_id in ids]

@@ -41,7 +41,7 @@ class KubernetesApi:
             raise SettingsError(f"{_NEEDS}; {folder / 'namespace'}: {error.strerror}") from error
 
     async def get_object(self, version: str, plural: str, name: str) -> Any:
-        """`version`: group/version, or just the version for the core group. Raises KvatlasError."""
+        """Get one object. `version`: group/version, or just the version for the core group. Raises KvatlasError."""
         return await self._get(version, f"{plural}/{name}", {})
 
     async def list_objects(self, version: str, plural: str, selector: str = "") -> Sequence[Any]:
@@ -54,7 +54,7 @@ class KubernetesApi:
         root = "apis" if "/" in version else "api"
         path = f"/{root}/{version}/namespaces/{self._namespace}/{what}"
         try:
-            token = self._token.read_text().strip()  # Kubernetes renews it
+            token = self._token.read_text().strip()  # Kubernetes renews the token
             answer = await self._client.get(path, params=query, headers={"authorization": f"Bearer {token}"})
             answer.raise_for_status()
             found = answer.json()
@@ -67,7 +67,7 @@ class KubernetesApi:
 
 @asynccontextmanager
 async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[KubernetesApi]:
-    """Open the API as a pod reaches it. Raises SettingsError outside a pod."""
+    """Open the API in the way that pods reach it. Raises SettingsError outside a pod."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise SettingsError(f"{_NEEDS}; KUBERNETES_SERVICE_HOST is not set")
@@ -81,10 +81,10 @@ async def open_kubernetes_api(folder: Path = SERVICE_ACCOUNT) -> AsyncIterator[K
 
 
 class PeriodicRead(ABC):
-    """Reads a value from the API every EVERY_S. While the API does not answer, the last value stays."""
+    """Reads a value from the API every EVERY_S. While the API does not answer, the last value stays in use."""
 
     def __init__(self, what: str) -> None:
-        """`what`: its name in the log."""
+        """`what`: the value's name in the log."""
         self._what = what
         self._said: Sequence[str] = ()
         self._task = BackgroundTask(self._run, f"kvatlas {what}")
@@ -112,7 +112,7 @@ class PeriodicRead(ABC):
 
     @abstractmethod
     async def _read(self) -> Sequence[str]:
-        """Read, and return a line for each object that is left out. Raises KvatlasError."""
+        """Read the value, and return one line for each object that is left out. Raises KvatlasError."""
 
     async def _run(self) -> None:
         while self._task.running:

@@ -41,7 +41,7 @@ class RequestHead:
 
     @property
     def path(self) -> str:
-        """The path without the query, decoded as engines read it."""
+        """The path without the query, decoded in the way that engines decode it."""
         return unquote((self.first(b":path") or "").partition("?")[0])
 
     @property
@@ -51,7 +51,7 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """The model that the engine is asked for, and the client's name for it."""
+    """The model to request from the engine, and the client's name for it."""
 
     target: str
     model: str
@@ -91,9 +91,9 @@ class Refusal:
 class PickedRequest(Protocol):
     """A request whose destination has been decided. The stream reports its progress here.
 
-    Calls come in this order: `begin` if an answer begins, `pass_part` for each part, `first_token` and `keep`, then one of
-    `finish`, `fail` and `leave`. A request that was never answered gets only the last. None of them raises if the store does
-    not answer.
+    Calls come in this order: `begin` if an answer begins, `pass_part` for each part, `first_token` and `keep`, and finally
+    one of `finish`, `fail` and `leave`, which is the only call for a request that is never answered. None of these calls
+    raises if the store does not answer.
     """
 
     @property
@@ -116,7 +116,7 @@ class PickedRequest(Protocol):
 
     @property
     def objects(self) -> ObjectUse | None:
-        """The engine-kept objects that the request names or makes."""
+        """The objects, kept by engines, that the request names or creates."""
         ...
 
     @property
@@ -150,8 +150,8 @@ class PickedRequest(Protocol):
         ...
 
     async def fail(self, error: EngineError | None = None) -> None:
-        """Report that there is no answer, that its status is not 2xx, or that it was cut off. `error`: reported inside an
-        answer with status 200."""
+        """Report that there is no answer, that its status is not 2xx, or that it was cut off. `error`: an error reported
+        inside an answer with status 200."""
         ...
 
     async def leave(self) -> None:
@@ -160,13 +160,13 @@ class PickedRequest(Protocol):
 
 
 class EndpointPicker(Protocol):
-    """Decides for one pool; safe to share between tasks of one event loop."""
+    """Decides for one pool. Can be shared between tasks of one event loop."""
 
     def wants_body(self, head: RequestHead) -> bool:
         """True if the decision needs this request's body."""
         ...
 
     async def pick(self, head: RequestHead, body: bytes | None, *, may_hide_usage: bool) -> PickedRequest | Refusal:
-        """Decide where a request goes. `body=None`: it was not waited for. `may_hide_usage`: the answer passes through
-        the picker, which can drop parts of it."""
+        """Decide where a request goes. `body=None`: the body was not waited for. `may_hide_usage`: the answer passes
+        through the picker, which can drop parts of it."""
         ...

@@ -1,4 +1,4 @@
-"""The endpoints of a pool's pods, from names that are looked up or from an InferencePool in Kubernetes."""
+"""The endpoints of a pool's pods, found by looking up names or taken from an InferencePool in Kubernetes."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ from kvatlas_router.gateway.kubernetes_api import KubernetesApi, PeriodicRead, p
 from kvatlas_router.gateway.worker_addresses import join_endpoint
 
 LOOKUP_S = 5.0
-"""Interval at which the names of pods are looked up again."""
+"""Interval at which pod names are looked up again."""
 POOL_VERSION = "inference.networking.k8s.io/v1"
 ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
-"""A pod's annotation that lists which of the pool's ports it serves on; the extension's own picker reads it too."""
+"""A pod's annotation that lists the pool's ports that the pod serves on. The extension's own picker reads it too."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 

@@ -37,7 +37,8 @@ SELECTION = b"test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
 ECHO = "x-echo-set-header"
 """Headers of the Inference Extension's conformance suite. SELECTION, in the request, restricts the choice; SERVED, in the
-answer, reports it; ECHO makes the suite's echoing engine report it if the gateway does not show answers to the picker."""
+answer, reports it; if the gateway does not show answers to the picker, ECHO makes the suite's echoing engine report
+it."""
 
 SOON_S = 0.25
 """If a stream ends within this time after an answer's headers, it ended before the answer did."""
@@ -49,8 +50,8 @@ Send = Callable[[ProcessingResponse], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """`deadline_s`: a decision that takes longer becomes a refusal, since gateways set no limit in full duplex. `conformance`:
-    heed the test headers. `own_headers`: headers that are removed if a client sends them, in lower case."""
+    """`deadline_s`: a decision that takes longer becomes a refusal, because gateways set no limit in full duplex mode.
+    `conformance`: obey the test headers. `own_headers`: headers that are removed if a client sends them, in lower case."""
 
     response_mode: ResponseMode = ResponseMode.WHOLE
     deadline_s: float = 1.0
@@ -122,7 +123,7 @@ class _Stream:
         self._passed_parts = False
 
     async def process(self, message: ProcessingRequest) -> bool:
-        """Process a message. False if the stream needs no further messages."""
+        """Process a message. Returns False if the stream needs no further messages."""
         match self._state.receive(message):
             case AskDestination() as ask:
                 if not await self._decide(ask):
@@ -137,8 +138,8 @@ class _Stream:
 
     @property
     def _leaves(self) -> bool:
-        """True if the gateway handles the rest alone. Not in full duplex, where it keeps nothing that it sent, so a quick
-        answer would be lost."""
+        """True if the gateway handles the rest alone. This is never so in full duplex: there the gateway keeps nothing
+        that it has sent, so a quick answer would be lost."""
         leaves = self._settings.response_mode is ResponseMode.NONE and not self._state.can_change_answer
         return leaves and self._state.request_over
 

@@ -1,4 +1,4 @@
-"""A request's sender, as named by the gateway itself. Clients' own claims do not count."""
+"""A request's sender, as named by the gateway itself. Claims by clients do not count."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -16,9 +16,9 @@ class SenderUnknown(InvalidValue):
 
 @dataclass(frozen=True, slots=True)
 class SenderTrust:
-    """`headers`: headers that the gateway sets itself, whatever its clients send, in lower case. The tenant is in
-    `tenant_header` or `tenant_metadata` (a namespace of Envoy's dynamic metadata and a key in it); without either, there is
-    only one tenant."""
+    """`headers`: names, in lower case, of the headers that the gateway sets itself, whatever its clients send. The tenant
+    is in `tenant_header` or `tenant_metadata` (a namespace of Envoy's dynamic metadata and a key in it); without either,
+    there is only one tenant."""
 
     headers: frozenset[bytes] = frozenset()
     tenant_header: bytes = b""
@@ -26,7 +26,7 @@ class SenderTrust:
 
     @classmethod
     def of(cls, headers: tuple[str, ...], source: str) -> Self:
-        """`source`: where the tenant is, `header:NAME`, `metadata:NAMESPACE/KEY` or ''. Raises InvalidValue."""
+        """`source`: where to find the tenant: `header:NAME`, `metadata:NAMESPACE/KEY` or ''. Raises InvalidValue."""
         trusted = frozenset(name.lower().encode() for name in headers)
         kind, _, where = source.partition(":")
         namespace, _, key = where.rpartition("/")

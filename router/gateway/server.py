@@ -17,7 +17,7 @@ from kvatlas_router.gateway.processor import Processor
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS = "liveness"
 READINESS = ("", "readiness", SERVICE, "inference-extension")
-"""Service names in readiness checks of gateways and probes; reference deployments use the last."""
+"""Service names that gateways and probes use in readiness checks. Reference deployments use the last one."""
 
 _log = logging.getLogger("kvatlas_router.gateway")
 _Server = grpc.aio.Server
@@ -59,7 +59,8 @@ class GatewayServer:
         self.health_port = 0
 
     async def start(self) -> None:
-        """Listen, and report alive but not ready. Raises SettingsError for an address that can't be listened on."""
+        """Listen, and report the server as alive but not ready. Raises SettingsError for an address that can't be
+        listened on."""
         here = self._addresses
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)
@@ -75,7 +76,7 @@ class GatewayServer:
             await self._health.set(name, states.SERVING if ready else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more streams, wait up to `grace_s` for the running ones, then end them."""
+        """Accept no more streams, wait up to `grace_s` for the running ones, then end those that are left."""
         await self._server.stop(grace_s)
         await self._health_server.stop(None)
 

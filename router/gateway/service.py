@@ -38,7 +38,7 @@ _log = logging.getLogger("kvatlas_router.gateway")
 
 @dataclass(frozen=True, slots=True)
 class RunningPicker:
-    """The servers, and parts that they use."""
+    """The servers, and the parts that they use."""
 
     server: GatewayServer
     counters: GatewayCounters
@@ -48,9 +48,9 @@ class RunningPicker:
 async def run_endpoint_picker(settings: GatewaySettings, ready: Callable[[RunningPicker], None] | None = None) -> None:
     """Serve until cancelled, then drain. `ready` is called once, as soon as requests are accepted.
 
-    The health service reports ready once the fleet was read, even if it is empty. Raises SettingsError for an address that
-    can't be listened on, or a certificate or a tokenizer that can't be read; Unreachable or LayoutMismatch if the store can't
-    be used and `wait` is off.
+    The health service reports ready once the fleet has been read, even if it is empty. Raises SettingsError for an address
+    that can't be listened on, or a certificate or a tokenizer that can't be read; or Unreachable or LayoutMismatch if the
+    store can't be used and `wait` is off.
     """
     stack = AsyncExitStack()
     try:

@@ -1,5 +1,5 @@
-"""Chooses among pods without a publisher, by the first bytes of the request's body and by how many requests this process
-has running on each pod."""
+"""Chooses among pods without a publisher, by the first bytes of the request's body and by the number of requests that
+this process has running on each pod."""
 
 import math
 from collections import Counter
@@ -19,11 +19,12 @@ from router_client.learning.token_counts import Usage
 PREFIX_BYTES = 4_096
 """Requests that share this many first bytes go to the same pod, to reuse its cache."""
 MOST_ABOVE_MEAN = 1.25
-"""No pod gets more than this multiple of the mean running requests (consistent hashing with bounded loads)."""
+"""No pod gets more than this multiple of the mean number of running requests (consistent hashing with bounded
+loads)."""
 
 
 class UnpublishedPods:
-    """Knows only this process's own running requests on each pod."""
+    """Chooses pods knowing only this process's own running requests on each."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
@@ -42,7 +43,8 @@ class UnpublishedPods:
 
 
 class UnpublishedRequest:
-    """A request to a pod without a publisher. Nothing is predicted or booked, so nothing is compared or learned."""
+    """A request to a pod without a publisher. Nothing is predicted or booked, so there is nothing to compare or
+    learn."""
 
     text: TextRequest | None = None
     hides_usage = False

@@ -31,12 +31,12 @@ def endpoint_of(url: str, policy: AddressPolicy) -> str:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """The address of a host, without brackets, and a port."""
+    """The endpoint for a host, given without brackets, and a port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_of(endpoint: str) -> str:
-    """The host of ip:port, or of an ip alone."""
+    """The host part of ip:port, or of an ip alone."""
     if endpoint.startswith("["):
         return endpoint[1:].partition("]")[0]
     return endpoint if endpoint.count(":") > 1 else endpoint.partition(":")[0]
@@ -82,9 +82,9 @@ class WorkerAddresses:
 
     def among(self, pool: Collection[str] | None, subset: Collection[str] | None = None) -> Candidates:
         """The workers at the pool's endpoints, and its endpoints without a worker, both limited to `subset` if given. An ip
-        without a port names all of its ports.
+        without a port stands for all of its ports.
 
-        `pool=None`: the pool is unknown. The result is then all workers or, with a subset, its workers and its other
+        `pool=None`: the pool is unknown. The result is then all workers or, if a subset is given, its workers and its other
         endpoints.
         """
         members = pool if subset is None else subset if pool is None else _shared(pool, subset)

@@ -10,7 +10,7 @@ __all__ = ["KvatlasRouting", "LitellmCounters"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import LiteLLM with the first of the public names: the import takes seconds, and `deployments` works without it."""
+    """Import LiteLLM when a public name is first used: the import takes seconds, and `deployments` works without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.strategy"), name)

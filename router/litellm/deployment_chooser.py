@@ -46,7 +46,7 @@ class DeploymentChooser:
         self._held = HeldBookings(client, counters, held_s=held_s)
 
     def __len__(self) -> int:
-        """Number of bookings whose end was not reported yet."""
+        """Number of bookings whose end has not been reported yet."""
         return len(self._held)
 
     async def choose(
@@ -56,7 +56,7 @@ class DeploymentChooser:
         request_kwargs: dict[str, Any],
         api: Api,
     ) -> Deployment | None:
-        """The cheapest worker's deployment, booked; None if LiteLLM should choose."""
+        """Book the cheapest worker and return its deployment; None if LiteLLM should choose."""
         try:
             request = read_request(api, messages, request_kwargs)
             ours = []

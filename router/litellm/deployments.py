@@ -1,4 +1,4 @@
-"""Translates LiteLLM's deployments and callbacks to kvatlas's terms: model, workers, request, usage, timings.
+"""Translates LiteLLM's deployments and callbacks into kvatlas's terms: model, workers, request, usage and timings.
 
 A deployment is a dictionary with `model_name`, `litellm_params` and `model_info`, as in LiteLLM's model list.
 """
@@ -23,7 +23,7 @@ share its metadata."""
 def by_engine_model(
     deployments: Sequence[Deployment], providers: Collection[str]
 ) -> Mapping[str, Sequence[Deployment]]:
-    """Deployments by their engine's model: the name after the provider's prefix."""
+    """Deployments by the engine's model, which is the name without the provider's prefix."""
     found: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         model = deployment["litellm_params"]["model"]
@@ -33,8 +33,8 @@ def by_engine_model(
 
 
 def by_worker(deployments: Sequence[Deployment], records: Mapping[str, FleetRecord]) -> Mapping[str, Deployment]:
-    """Deployments by their workers: the one that `model_info.id` names, or those at `api_base` (with or without `/v1`). The
-    ranks of a data-parallel engine share an address, and so a deployment."""
+    """Deployments by their workers: the worker that `model_info.id` names, or those at `api_base` (with or without `/v1`).
+    The ranks of a data-parallel engine share an address, and therefore a deployment."""
     at: dict[str, list[str]] = {}
     for worker_id, record in records.items():
         if record.endpoint.url:
@@ -71,13 +71,13 @@ def read_request(api: Api, messages: Sequence[Any], request_kwargs: Mapping[str,
 
 
 def reservation_of(callback_kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `model_info` of a callback's attempt; None if kvatlas did not choose its deployment."""
+    """The `model_info` of the attempt that a callback reports; None if kvatlas did not choose its deployment."""
     info = (callback_kwargs.get("litellm_params") or {}).get("model_info")
     return info if isinstance(info, dict) and RESERVATION in info else None
 
 
 def engine_usage(callback_kwargs: Mapping[str, Any], response: Any) -> Usage | None:
-    """The engine's usage; None for a stream without `include_usage`, for which LiteLLM only estimates it."""
+    """The engine's usage; None for a stream without `include_usage`, for which LiteLLM only estimates the usage."""
     options = (callback_kwargs.get("optional_params") or {}).get("stream_options") or {}
     usage = getattr(response, "usage", None)
     if usage is None or (callback_kwargs.get("stream") and not options.get("include_usage")):

@@ -6,9 +6,9 @@ with (
 ):
     ...  # litellm_router.acompletion(...), litellm_router.completion(...)
 
-LiteLLM filters the deployments as usual: health checks, cooldowns, tags, a retry's exclusions. kvatlas chooses the remaining
-deployment with the cheapest worker, and books it until LiteLLM's callbacks report the request's end. If kvatlas can't choose,
-LiteLLM's own strategy does.
+LiteLLM filters the deployments as usual, by health checks, cooldowns, tags and a retry's exclusions. Among the rest, kvatlas
+chooses the deployment with the cheapest worker, and books it until LiteLLM's callbacks report the request's end. If kvatlas
+can't choose, LiteLLM's own strategy does.
 
 LiteLLM calls its strategy in the caller's loop or thread and its callbacks in others, so the work runs in the client's own
 loop (`DeploymentChooser`).
@@ -60,8 +60,8 @@ _providers = frozenset(provider.value for provider in litellm.LlmProviders)
 
 @dataclass(slots=True)
 class LitellmCounters:
-    """Plain integers. `held`: deployments that kvatlas chose and booked. `held_done`: those whose end LiteLLM reported;
-    `held_expired`: those whose end it never reported. `left`: choices that LiteLLM's own strategy made."""
+    """Plain integers. `held`: deployments that kvatlas chose and booked. `held_done`: bookings whose end LiteLLM
+    reported; `held_expired`: bookings whose end it never reported. `left`: choices that LiteLLM's own strategy made."""
 
     held: int = 0
     held_done: int = 0
@@ -81,16 +81,16 @@ class _StrategyCall:
 
 
 def own_pool(model: str) -> Scope:
-    """The scope of an engine's model with a tokenizer of the same name, which is the publishers' default."""
+    """The scope of an engine's model whose tokenizer has the same name, as is the publishers' default."""
     return Scope(model, model)
 
 
 class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[misc]  # LiteLLM's types are not read
     """The routing strategy and callback of one LiteLLM Router, while it is entered.
 
-    A deployment belongs to a worker if its `api_base` is the worker's advertised address, or its `model_info.id` the worker's
-    id. `scope_of` maps an engine's model to its scope. LiteLLM's own strategy chooses if no healthy deployment belongs to a
-    worker, if the workers' deployments serve several models, and for calls without messages.
+    A deployment belongs to a worker if its `api_base` is the worker's advertised address, or its `model_info.id` is the
+    worker's id. `scope_of` maps an engine's model to its scope. LiteLLM's own strategy chooses if no healthy deployment
+    belongs to a worker, if the workers' deployments serve several models, and for calls without messages.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         held_s: float = HELD_S,
     ) -> None:
         """`client` must stay open while this is entered. Without a tokenizer, requests are routed by load. `held_s`: a booking
-        is released after this time if LiteLLM does not report its end, as for streams that are not read to the end."""
+        is released after this time if LiteLLM does not report its end, as happens with streams that are not read to the
+        end."""
         super().__init__()
         self.counters = LitellmCounters()
         self.instance = (
@@ -154,7 +155,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Deployment:
-        """One of the deployments that LiteLLM finds healthy. Raises what LiteLLM raises if there is none."""
+        """One of the deployments that LiteLLM considers healthy. Raises whatever LiteLLM raises if there is none."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
         if messages and request_kwargs is not None:
@@ -180,7 +181,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Deployment:
-        """Like `async_get_available_deployment`, for synchronous calls. LiteLLM refuses these if it has routing plugins."""
+        """Like `async_get_available_deployment`, for synchronous calls. LiteLLM refuses such calls if it has routing
+        plugins."""
         call = _StrategyCall(model, messages, input, specific_deployment, request_kwargs)
         given = dict(request_kwargs or {})
         if messages and request_kwargs is not None and not self._router.routing_plugins:
@@ -194,7 +196,7 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
         return deployment
 
     async def _healthy(self, call: _StrategyCall) -> Deployment | Sequence[Deployment]:
-        """The deployments that pass LiteLLM's filters; a single one if the request names it."""
+        """The deployments that pass LiteLLM's filters; a single one if the request names a deployment."""
         healthy: Deployment | Sequence[Deployment] = await self._router.async_get_healthy_deployments(
             **_arguments(call)
         )
@@ -253,8 +255,8 @@ class KvatlasRouting(CustomRoutingStrategyBase, CustomLogger):  # type: ignore[m
             self._report(lambda _: self._chooser.end(held_id, usage, timings, well=well))
 
     def _report(self, report: Callable[[RouterClient], Coroutine[Any, Any, None]]) -> None:
-        """Report without waiting, since some callbacks run in the caller's event loop. A closed client has already released its
-        bookings."""
+        """Report without waiting, because some callbacks run in the caller's event loop. A closed client has already released
+        its bookings."""
         with suppress(ClientClosed):
             self._client.submit(report)
 

@@ -1,26 +1,28 @@
-"""Judges whether one engine is alive. Pure: takes observations, returns a state.
+"""Judges whether one engine is alive. Pure: takes observations and returns a state.
 
     ALIVE      it makes progress, or has no work.
     SUSPECTED  it has work but made no progress for `suspect_s`: it is probed, and still gets requests.
-    STALLED    no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
-    PROBING    stalled, and being probed.
+    STALLED    it made no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
+    PROBING    it is stalled, and being probed.
 
-Progress is a computed byte of any answer, including a probe's, a change of counters, or a KV event (`observe`). Any progress
-makes an engine alive in any state, however long one request waits there. Status pages and refusals don't count as progress.
+Progress is a computed byte of any answer, including a probe's, a change in its counters, or a KV event (`observe`). Any
+progress makes an engine alive, whatever its state and however long one request has been waiting there. Status pages and
+refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
-  first request if the engine was idle. The bounds are the longest among the requests that were present then or arrived before
-  it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running answers
+first request if the engine was idle. The bounds are the longest ones among the requests that were present then or arrived
+before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
+answers
   have begun, BEGUN applies.
 - **Clients that disconnected** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last
-  progress make it suspected, which only costs a probe. They alone never make it stalled: if no request waits, it
-  becomes stalled only when a probe stays unanswered for twice the usual time.
-- **A probe** may take the time between suspicion and stall, counted from when it was sent. While an engine is stalled, one
-  probe runs at a time, PROBE_EVERY_S apart.
+progress make it suspected, which only costs a probe. They alone never make it stalled: if no request is waiting, it becomes
+stalled only when a probe stays unanswered for twice the usual time.
+- **A probe** may take as long as the time between suspicion and stall, counted from when it was sent. While an engine is
+stalled, one probe runs at a time, and probes are PROBE_EVERY_S apart.
 - **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting
-  request. It is then tried with one real request each TRIAL_EVERY_S.
+  request. It is then tried with one real request every TRIAL_EVERY_S.
 - **A pause of the observer** (`skip`) does not count as silence.
-- Once an engine has been stalled for CUT_S, its other answers are given up too (`is_lost`).
+- Once an engine has been stalled for CUT_S, its other answers are abandoned too (`is_lost`).
 """
 
 from collections.abc import Hashable, Mapping
@@ -32,10 +34,10 @@ from kvatlas_router.progress.expected_times import Bounds
 BEGUN = Bounds(5.0, 10.0)
 LEAST_LEFT = 3
 LEFT_S = 60.0
-"""Clients that disconnected are forgotten after this time without another request."""
+"""Clients that disconnected are forgotten if no other request comes for this long."""
 PROBE_EVERY_S = 2.0
 PROBE_S = 15.0
-"""Shortest time that a stalled engine's probe runs before the next one replaces it."""
+"""Minimum time for which a probe of a stalled engine runs before the next one replaces it."""
 TRIAL_EVERY_S = 10.0
 CUT_S = 120.0
 
@@ -48,7 +50,7 @@ class State(StrEnum):
 
 
 class Probe(StrEnum):
-    """A probe's outcome. `UNFIT`: the engine refused the request itself, which proves nothing."""
+    """The outcome of a probe. `UNFIT`: the engine refused the request itself, which proves nothing."""
 
     ANSWERED = "answered"
     FAILED = "failed"
@@ -57,7 +59,7 @@ class Probe(StrEnum):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request at the engine without a byte of its answer."""
+    """A request at the engine that has not received a byte of its answer."""
 
     sent: float
     bounds: Bounds
@@ -65,8 +67,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """The times at which the engine counts as suspected, then as stalled. Requests that arrive until `closes_at` can extend
-    both."""
+    """The times at which the engine counts as suspected, then as stalled. Requests that arrive before `closes_at` can
+    extend both."""
 
     closes_at: float
     suspect_at: float
@@ -110,7 +112,7 @@ class EngineProgress:
     # ------------------------------------------------------------ evidence
 
     def send(self, key: Hashable, bounds: Bounds, now: float) -> None:
-        """Record that a request is sent to the engine."""
+        """Record that a request is being sent to the engine."""
         if self._quiet_since is None:
             self._quiet_since = now
         if self.is_stalled and self._trial is None:
@@ -119,7 +121,7 @@ class EngineProgress:
         self._waiting[key] = _Waiting(now, bounds)
 
     def receive(self, key: Hashable, now: float) -> float | None:
-        """Record a computed byte of a request's answer. Returns the seconds to the first byte, if it is the first."""
+        """Record a computed byte of a request's answer. If it is the first one, returns the seconds that it took."""
         first = self._waiting.pop(key, None)
         if first is not None:
             self._begun.add(key)
@@ -130,14 +132,14 @@ class EngineProgress:
         """Record that a request is over: answered, refused, or sent elsewhere."""
         self._begun.discard(key)
         if key in self._waiting:
-            self._find_deadlines()  # it counts until the next progress
+            self._find_deadlines()  # the request counts until the next progress
             del self._waiting[key]
         if key == self._trial:
             self._trial, self._trial_at = None, now + TRIAL_EVERY_S
         self._rest_if_idle()
 
     def renew(self, bounds: Mapping[Hashable, Bounds]) -> None:
-        """Replace the bounds of these requests, since more is known about their times."""
+        """Replace the bounds of these requests, because more is now known about their times."""
         for key, waiting in self._waiting.items():
             waiting.bounds = bounds.get(key, waiting.bounds)
         self._deadlines, self._knows_deadlines = None, False
@@ -149,7 +151,7 @@ class EngineProgress:
         self.end(key, now)
 
     def observe(self, at: float, now: float) -> None:
-        """Record that its counters or KV events changed at the time `at`."""
+        """Record that the engine's counters or KV events changed at time `at`."""
         if self._quiet_since is not None and at > self._quiet_since:
             self._progress(min(at, now))
 
@@ -167,7 +169,7 @@ class EngineProgress:
             waiting.sent = min(now, waiting.sent + seconds)
 
     def send_probe(self, now: float) -> None:
-        """Record that a probe is sent."""
+        """Record that a probe is being sent."""
         self._probe_at = now
         if self._doubted_at is None:
             self._doubted_at = now
@@ -207,7 +209,7 @@ class EngineProgress:
         return self.state
 
     def wants_probe(self, now: float) -> bool:
-        """True if it should be probed now. The new probe replaces any that is running."""
+        """True if the engine should be probed now. The new probe replaces any that is still running."""
         if self.state is State.ALIVE or now < self._next_probe_at:
             return False
         if self._probe_at is None:
@@ -219,17 +221,17 @@ class EngineProgress:
         return self.stalled_at is not None
 
     def refuses(self, now: float) -> bool:
-        """True if it should get no request now."""
+        """True if the engine should get no requests now."""
         if not self.is_stalled:
             return False
         return self.may_be_probed or self._trial is not None or now < self._trial_at
 
     def is_lost(self, now: float) -> bool:
-        """True if it has been stalled for so long that its requests will never be answered."""
+        """True if the engine has been stalled for so long that its requests will never be answered."""
         return self.stalled_at is not None and now - self.stalled_at >= CUT_S
 
     def quiet_s(self, now: float) -> float:
-        """Seconds without progress although it has work."""
+        """Seconds during which the engine has made no progress although it has work."""
         return 0.0 if self._quiet_since is None else max(0.0, now - self._quiet_since)
 
     # ------------------------------------------------------------ pieces
@@ -246,7 +248,7 @@ class EngineProgress:
         return bool(self._waiting or self._begun)
 
     def _find_deadlines(self) -> _Deadlines | None:
-        """Deadlines of the requests that wait for a first byte; None if there are none."""
+        """The deadlines that follow from the requests waiting for their first byte; None if there are none."""
         if not self._knows_deadlines:
             self._knows_deadlines = True
             for waiting in self._waiting.values():
@@ -262,15 +264,15 @@ class EngineProgress:
             self.state = State.ALIVE
 
     def _suspect_and_stall(self) -> tuple[float, float]:
-        """The times at which it counts as suspect, then as stalled, unless it makes progress first."""
+        """The times at which the engine counts as suspected, then as stalled, unless it makes progress first."""
         if (deadlines := self._find_deadlines()) is not None:
             return deadlines.suspect_at, deadlines.stall_at
         assert self._quiet_since is not None
         return self._quiet_since + BEGUN.suspect_s, self._quiet_since + BEGUN.stall_s
 
     def _is_sure(self, seconds: float, now: float) -> bool:
-        """True if probes stayed unanswered for this time or, for an engine that can't be probed, if a request has waited for
-        longer than its own bound."""
+        """True if probes have stayed unanswered for this long or, for an engine that can't be probed, if a request has
+        waited for longer than its own bound."""
         if self.may_be_probed:
             seconds = seconds if self._has_work else 2 * seconds
             return self._doubted_at is not None and now - self._doubted_at >= seconds
@@ -279,7 +281,7 @@ class EngineProgress:
 
 
 def _extend(deadlines: _Deadlines | None, bounds: Bounds, at: float) -> _Deadlines:
-    """The deadlines, with those of one more request added."""
+    """The deadlines after one more request is taken into account."""
     if deadlines is None:
         return _Deadlines.of(bounds, at)
     deadlines.add(bounds, at)

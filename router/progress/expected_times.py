@@ -1,16 +1,16 @@
-"""Decides how long an engine may be silent. Pure: takes predicted and measured times to the first byte, returns bounds.
+"""Decides how long an engine may be silent. Pure: takes predicted and measured times to the first byte and returns bounds.
 
-A prediction is the cost profile's time to the first token, from the booked backlog and the learned rates; for an answer in one
-piece, the time of the whole answer. The ratio of measured to predicted times is learned for each kind of request in a pool,
-over about MEMORY answers. Its middle corrects the prediction; its spread (standard deviation of its logarithm) sets the
-bounds.
+A prediction is the cost profile's time to the first token, computed from the booked backlog and the learned rates. For an
+answer that comes in one piece, it is the time for the whole answer. The ratio of measured to predicted times is learned for
+each kind of request in a pool, over about MEMORY answers. The middle of this ratio corrects the prediction; its spread (the
+standard deviation of its logarithm) sets the bounds.
 
-    expected = prediction x middle
-    suspect  = expected x e^(2 spread), at most 1.5 x expected; at least LEAST_SUSPECT_S
-    stall    = 2 x suspect: at most 3 x expected, if that is 2 s or more; at least 1.5 x the longest silence of up to
-               MOST_QUIET_S in the last minutes that ended with progress
+    expected = prediction × middle
+    suspect  = expected × e^(2 spread), at most 1.5 × expected; at least LEAST_SUSPECT_S
+    stall    = 2 × suspect: at most 3 × expected, if that is 2 s or more; at least 1.5 × the longest silence of up to
+               MOST_QUIET_S that ended with progress in the last few minutes
 
-Before ENOUGH answers, nothing is known: stall = UNKNOWN_S, or 3 x the prediction if that is longer.
+Until there are ENOUGH answers, nothing is known: stall = UNKNOWN_S, or 3 × the prediction if that is longer.
 """
 
 import math
@@ -25,11 +25,11 @@ UNKNOWN_S = 30.0
 SPREADS = 2.0
 MOST_FACTOR = 1.5
 SURE = 2.0
-"""A stall is certain after this multiple of the time to suspicion."""
+"""A stall is certain after this multiple of the time until suspicion."""
 MOST_QUIET_S = 10.0
 QUIET_HALF_LIFE_S = 300.0
 PREDICTION_S = 0.01, 600.0
-"""Bounds that predictions are clamped to."""
+"""The bounds to which predictions are clamped."""
 UNPREDICTED_S = 1.0
 
 
@@ -46,7 +46,7 @@ UNKNOWN = Bounds(UNKNOWN_S / SURE, UNKNOWN_S)
 
 @dataclass(slots=True)
 class _Ratio:
-    """Middle and variance of the logarithm of measured to predicted times."""
+    """The middle and variance of the logarithm of the ratio of measured to predicted times."""
 
     answers: int = 0
     middle: float = 0.0
@@ -62,7 +62,7 @@ class _Ratio:
 
 @dataclass(slots=True)
 class ExpectedTimes:
-    """The times of one pool, by kind of request, in seconds of any monotonic clock."""
+    """One pool's times by kind of request. Times are seconds of any monotonic clock."""
 
     _ratios: dict[str, _Ratio] = field(default_factory=dict)
     _longest_s: float = 0.0
@@ -77,13 +77,13 @@ class ExpectedTimes:
         return ratio.answers == ENOUGH
 
     def add_silence(self, seconds: float, now: float) -> None:
-        """Record how long an engine with work was silent before it made progress."""
-        # a shorter one changes no bound, since none is below SURE x LEAST_SUSPECT_S
+        """Record how long an engine that had work was silent before it made progress."""
+        # a shorter silence changes no bound, since none is below SURE × LEAST_SUSPECT_S
         if LEAST_SUSPECT_S <= seconds <= MOST_QUIET_S and seconds >= self._longest(now):
             self._longest_s, self._longest_at = seconds, now
 
     def bounds(self, kind: str, predicted_s: float | None, now: float) -> Bounds:
-        """Bounds on an engine's silence while it has such a request to answer."""
+        """Bounds on an engine's silence while it has a request of this kind to answer."""
         predicted_s = _bounded(predicted_s)
         ratio = self._ratios.get(kind)
         if ratio is None or ratio.answers < ENOUGH:

@@ -1,6 +1,7 @@
-"""The progress of all engines: evidence from answers and fleet records, probes, and requests that move elsewhere.
+"""The progress of all engines: evidence from answers and fleet records, probes, and moves of requests to other engines.
 
-Each router judges by its own observations. An engine's counters show within seconds that it computes for other routers.
+Each router judges by its own observations. Within seconds, an engine's counters also show work that it does for other
+routers.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from kvatlas_router.progress.watched_attempt import SentAttempt, WatchedAttempt
 
 EVERY_S = 0.1
 LATE_S = 0.2
-"""If a check is later than this, the router itself was paused."""
+"""If a check comes later than this, the router itself was paused."""
 RECORDS_S = 1.0
 MOST_AGE_S = 10.0
 
@@ -35,8 +36,8 @@ SendProbe = Callable[[FleetRecord], Awaitable[Probe]]
 @dataclass(slots=True)
 class ProgressCounters:
     """Plain integers since the router started. `stalls`: how often an engine with work stopped making progress; `returns`: how
-    often a stalled engine resumed. `probes`: our own small, real requests. `moved`: requests that left a stalled engine: those
-    without a byte, and streams that continue elsewhere."""
+    often a stalled engine resumed. `probes`: our own small, real requests. `moved`: requests that left a stalled engine,
+    either before their first byte or as streams that continued elsewhere."""
 
     stalls: int = 0
     returns: int = 0
@@ -46,8 +47,8 @@ class ProgressCounters:
 
 @dataclass(slots=True)
 class _Engine:
-    """`series`: its metric. `reported`: it was reported as stalled, at `stalled_at`. `seen`: the evidence of its last
-    record."""
+    """`series`: its metric. `reported`: it has been reported as stalled, at `stalled_at`. `seen`: the evidence in its
+    last record."""
 
     pool_id: str
     progress: EngineProgress = field(default_factory=EngineProgress)
@@ -65,10 +66,10 @@ class _Engine:
 
 
 class ProgressMonitor:
-    """Safe to share between tasks of one event loop."""
+    """Watches the progress of all engines. Can be shared between tasks of one event loop."""
 
     def __init__(self, records: Records, send_probe: SendProbe, clock: Callable[[], float] = time.monotonic) -> None:
-        """`records`: the fleet's workers by id; returns the same object until it has read them again."""
+        """`records`: returns the fleet's workers by id; the object stays the same until they have been read again."""
         self.counters = ProgressCounters()
         self._read = records
         self._send_probe = send_probe
@@ -100,7 +101,7 @@ class ProgressMonitor:
     # ------------------------------------------------------------ requests
 
     def send(self, sent: SentAttempt, task: "asyncio.Task[object] | None" = None) -> WatchedAttempt:
-        """Watch a request to an engine until `end` or `leave` is called. `task`: the one that waits for the answer; it
+        """Watch a request to an engine until `end` or `leave` is called. `task`: the task that waits for the answer; it
         is cancelled to move the request elsewhere."""
         watched = WatchedAttempt(self, sent, task)
         if sent.computes:
@@ -143,7 +144,7 @@ class ProgressMonitor:
             end(id(watched), self._clock())
 
     def count_move(self) -> None:
-        """Count a stream that continued elsewhere; see `WatchedAttempt.move`."""
+        """Count a stream that has continued elsewhere; see `WatchedAttempt.move`."""
         self.counters.moved += 1
 
     # ------------------------------------------------------------ use
@@ -156,7 +157,7 @@ class ProgressMonitor:
         )
 
     def stalled(self) -> Mapping[str, float]:
-        """Stalled workers of all pools, with their seconds without progress."""
+        """Stalled workers in all pools, with the seconds that each has been without progress."""
         now = self._clock()
         return {id: one.progress.quiet_s(now) for id, one in list(self._stalled.items())}
 
@@ -169,7 +170,7 @@ class ProgressMonitor:
         return found
 
     def findings(self) -> list[str]:
-        """A line for each stalled worker: what is wrong, and what to do."""
+        """One line for each stalled worker: what is wrong, and what to do."""
         return [stall_line(worker_id, seconds) for worker_id, seconds in sorted(self.stalled().items())]
 
     # ------------------------------------------------------------ looks
@@ -279,7 +280,7 @@ class ProgressMonitor:
         return engine
 
     def _forget(self, worker_id: str) -> None:
-        """Drop a worker that left the fleet; also called at the router's end."""
+        """Drop a worker that has left the fleet. Also called when the router stops."""
         engine = self._engines.pop(worker_id)
         self._stalled.pop(worker_id, None)
         if engine.series is not None:
@@ -306,8 +307,8 @@ def stall_line(worker_id: str, seconds: float) -> str:
 
 
 def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
-    """Values that change only while the engine computes. The numbers of running and waiting requests don't qualify, since its
-    HTTP server may count them."""
+    """Values that change only while the engine computes. The numbers of running and waiting requests don't qualify, since the
+    engine's HTTP server may count them."""
     load = record.load
     if load is None:
         return (record.applied_us,)
@@ -316,6 +317,6 @@ def _evidence_of(record: FleetRecord) -> tuple[int, ...]:
 
 
 def _age_s(record: FleetRecord) -> float:
-    """The age of its load sample, assuming synchronized clocks; 0 if unknown."""
+    """The age of the record's load sample, assuming synchronized clocks; 0 if unknown."""
     age_s = (time.time_ns() // 1_000 - record.heard_us + (record.load_age_us or 0)) / 1e6
     return age_s if 0.0 <= age_s <= MOST_AGE_S else 0.0

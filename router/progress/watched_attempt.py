@@ -10,15 +10,16 @@ STREAMED, WHOLE = "streamed", "whole"
 
 
 def stays(_: frozenset[str], began: bool) -> bool:
-    """A `may_move` for requests that must not move."""
+    """The `may_move` of requests that must not move."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class SentAttempt:
-    """`kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None: unknown. `computes`: an
-    answer proves that the engine computes, not just its HTTP server. `may_move(workers, begun)`: true if the request may be
-    tried on one of these workers instead; the budget is then charged. `begun`: its answer has begun."""
+    """An attempt, as sent. `kind`: groups requests with similar times to the first byte. `predicted_s`: that time; None:
+    unknown. `computes`: an answer proves that the engine itself computes, not just its HTTP server. `may_move(workers,
+    begun)`: true if the request may be tried on one of these workers instead; the budget is then charged. `begun`: the
+    request's answer has begun."""
 
     worker_id: str
     pool_id: str
@@ -39,8 +40,8 @@ class _Monitor(Protocol):
 class WatchedAttempt:
     """Call `progress` for each part of the answer, and `end` or `leave`.
 
-    `reading`: it waits for the engine, not for its client; an answer that has begun is given up only then. `hangs`: it was
-    given up. `is_lost`: for good."""
+    `reading`: it is waiting for the engine, not for its client; only then can an answer that has begun be abandoned.
+    `hangs`: it was abandoned. `is_lost`: it was abandoned for good."""
 
     __slots__ = ("_cancelled", "_monitor", "_task", "began", "hangs", "is_lost", "reading", "sent", "status")
 
@@ -56,7 +57,8 @@ class WatchedAttempt:
         self._cancelled = False
 
     def progress(self, part: bytes) -> None:
-        """Record a part of the answer. Refusals and a stream's comments don't count: an HTTP server alone makes them."""
+        """Record a part of the answer. Refusals and a stream's comments don't count, since an HTTP server can produce
+        them on its own."""
         if self.status < 400 and is_computed(part):
             self.began = True
             self._monitor.receive(self)
@@ -66,12 +68,12 @@ class WatchedAttempt:
         self._monitor.close(self, left=False)
 
     def leave(self) -> None:
-        """Record that its client disconnected, unless `give_up` cancelled it."""
+        """Record that the request's client disconnected, unless `give_up` cancelled it."""
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self, *, lost: bool = False) -> bool:
-        """Cancel the task that waits for the answer; False if there is none. `took_cancellation` recognizes this. `lost`: the
-        answer will never come."""
+        """Cancel the task that waits for the answer. Returns False if there is none. `took_cancellation` recognizes this.
+        `lost`: the answer will never come."""
         if self.hangs or self._task is None or (self.began and not self.reading):
             return False
         self.hangs = self._cancelled = True
@@ -80,18 +82,18 @@ class WatchedAttempt:
         return True
 
     def took_cancellation(self) -> bool:
-        """True if the cancellation just caught came from `give_up`; it is handled then."""
+        """True if the cancellation just caught came from `give_up`; it then counts as handled."""
         if not self._cancelled or self._task is None:
             return False
         self._cancelled = False
         return self._task.uncancel() == 0
 
     def stay(self) -> None:
-        """Keep waiting for an answer that was given up."""
+        """Keep waiting for an answer that was abandoned."""
         self.hangs = False
 
     def move(self) -> None:
-        """Stop watching an answer that was given up: it continues elsewhere."""
+        """Stop watching an answer that was abandoned here and continues elsewhere."""
         self._monitor.count_move()
         self.end()
 

@@ -1,1 +1,1 @@
-"""Turns requests into prompts: the fleet's models, request readers, and the parts that look prompts up."""
+"""Turns requests into prompts: the fleet's models, readers of requests, and the parts that look prompts up."""

@@ -1,4 +1,5 @@
-"""The models that the fleet serves, with their names and workers, from fleet records and the engines' model lists."""
+"""The models that the fleet serves, with their names and workers, according to fleet records and the engines' model
+lists."""
 
 import asyncio
 import logging
@@ -19,16 +20,16 @@ from router_client.fleet_cache import LastKnownRecords
 
 FLEET_AGE_S = 1.0
 UNKNOWN_AGE_S = 2.0
-"""Minimum interval between queries to engines for a model that none has listed."""
+"""Minimum interval between queries to the engines about a model that none of them has listed."""
 LOOK_AGAIN_S = 0.1
 """Minimum interval between reads of the fleet for such a request."""
 LOOK_S = 1.0
 """Limit on the duration of that read."""
 MOST_TENANTS = 1_024
-"""Number of tenants for which something is remembered; clients may name any."""
+"""Number of tenants about which something is remembered. It is limited because clients may name any tenant."""
 GONE_S = 3_600.0
-"""A model whose last worker is gone keeps its name this long: requests for it find no worker and may be retried, while a name
-that doesn't exist is an error for good."""
+"""How long a model keeps its name after its last worker has gone: requests for it find no worker and may be retried, while a
+name that doesn't exist is a permanent error."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 
@@ -45,12 +46,12 @@ class ServedModel:
 
 
 class Catalogue:
-    """Keeps its last knowledge if the store or the engines don't answer. Once it has any, requests never wait for either;
-    before that, it raises Unreachable.
+    """Keeps what it knows if the store or the engines don't answer. Once it knows anything, requests never wait for
+    either; before that, it raises Unreachable.
 
     Enter it (`async with`) to poll the engines in the background; otherwise they are asked only about unknown names.
 
-    `seen_by`: a proven tenant, for which there are only the models of workers that may see its prompts; None: all.
+    `seen_by`: a proven tenant, which only sees the models of workers that may see its prompts; None: all models.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Catalogue:
         tenant_id: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tenant_id`: for requests that prove none. The caller owns the client and closes it."""
+        """`tenant_id`: used for requests that prove no tenant. The caller owns the client and closes it."""
         self._fleet = fleet
         self.tenant_id = tenant_id
         self._clock = clock
@@ -93,8 +94,8 @@ class Catalogue:
     async def scope_of(
         self, name: str | None, tenant_id: str | None = None, *, seen_by: str | None = None
     ) -> Scope | None:
-        """The identity scope of a request that names this model; None if no engine serves it now or did within GONE_S. Without
-        a name, the fleet's model if there is only one."""
+        """The identity scope of a request that names this model; None if no engine serves it now or has done so within GONE_S.
+        Without a name, the scope of the fleet's only model, if there is just one."""
         served = await self._find(name, seen_by)
         if name is not None:
             served = self._remember((name, seen_by), served)
@@ -131,14 +132,15 @@ class Catalogue:
         return self._asked[key]
 
     def served_name(self, endpoint: EngineEndpoint) -> str:
-        """The name under which a worker's engine serves its model, if it listed any; otherwise the model's id."""
+        """The name under which a worker's engine serves its model, if the engine listed one; otherwise the model's
+        id."""
         cards = self._lists.cards_of(endpoint.url) or {}
         if endpoint.model_id in cards:
             return endpoint.model_id
         return next((name for name, card in cards.items() if not card.get("parent")), endpoint.model_id)
 
     async def cards(self, *, seen_by: str | None = None) -> Sequence[Card]:
-        """The fleet's models in the form of OpenAI's `/v1/models`, each name once."""
+        """The fleet's models in the form of OpenAI's `/v1/models`, with each name once."""
         records = _seen_by(seen_by, (await self._read_records()).values())
         urls = {record.endpoint.url for record in records if record.routable} - {""}
         if urls and all(self._lists.cards_of(url) is None for url in urls):
@@ -158,16 +160,16 @@ class Catalogue:
         return found
 
     async def records(self) -> Mapping[str, FleetRecord]:
-        """The fleet's workers by id, as recently read: the same object until read again."""
+        """The fleet's workers by id, as recently read. The object stays the same until they are read again."""
         return await self._read_records()
 
     @property
     def known_records(self) -> Mapping[str, FleetRecord]:
-        """The last-read records, without waiting; see `records`."""
+        """The records that were read last, without waiting; see `records`."""
         return self._last.records
 
     async def routable(self) -> int:
-        """Number of workers known to be able to get requests now."""
+        """Number of workers that are known to be able to take requests now."""
         try:
             return sum(record.routable for record in (await self._read_records()).values())
         except Unreachable:
@@ -180,7 +182,8 @@ class Catalogue:
         return {id: record for id, record in records if record.routable and record.endpoint.pool_id == pool_id}
 
     async def kind_of(self, scope: Scope) -> EngineKind:
-        """The engine kind of a scope's pool: SGLang if all its engines are; otherwise vLLM, whose API the others follow."""
+        """The engine kind of a scope's pool: SGLang if all of its engines are SGLang; otherwise vLLM, whose API other
+        engines follow."""
         records = await self._read_records()
         if self._kinds_of is not records:
             self._kinds_of = records
@@ -191,8 +194,8 @@ class Catalogue:
         return self._kinds.get(scope.pool_id, EngineKind.VLLM)
 
     async def workers_for(self, name: str | None, *, seen_by: str | None = None) -> Collection[str] | None:
-        """Workers that serve a name, including those that get no requests now; None if there is no name, or for an
-        unknown one."""
+        """Workers that serve a name, including those that get no requests now; None if there is no name or the name is
+        unknown."""
         scope = await self.scope_of(name, seen_by=seen_by) if name is not None else None
         if scope is None:
             return None
@@ -226,7 +229,8 @@ class Catalogue:
         return found
 
     def _remember(self, key: tuple[str, str | None], served: ServedModel | None) -> ServedModel | None:
-        """What the name stands for, or stood for within GONE_S, unless its pool has engines up."""
+        """The model that the name stands for, or stood for within the last GONE_S unless its pool has engines that are
+        up."""
         if served is None:
             known, at = self._remembered.get(key, (None, 0.0))
             return known if self._clock() - at <= GONE_S and not self._is_served(known) else None
@@ -237,7 +241,7 @@ class Catalogue:
         return served
 
     def _is_served(self, model: ServedModel | None) -> bool:
-        """True if the pool has engines up: they have unloaded whatever they don't list."""
+        """True if the pool has engines that are up. They have unloaded any model that they don't list."""
         pools = {(one.endpoint.model_id, one.endpoint.tokenizer_id) for one in self._current().values() if one.routable}
         return model is not None and (model.model_id, model.tokenizer_id) in pools
 
@@ -308,7 +312,7 @@ class Catalogue:
     # ------------------------------------------------------------ records
 
     def _current(self) -> Mapping[str, FleetRecord]:
-        """The last-read records; what was derived from other records or lists is forgotten."""
+        """The records that were read last. Anything that was derived from older records or lists is forgotten."""
         records, (of, version) = self._last.records, self._derived_from
         if of is not records or version != self._lists.version or len(self._asked) + len(self._served) > MOST_TENANTS:
             self._derived_from = records, self._lists.version
@@ -316,7 +320,8 @@ class Catalogue:
         return records
 
     async def _read_records(self) -> Mapping[str, FleetRecord]:
-        """The last-read records, with a new read in the background if they are old. Waits only for the first read."""
+        """The records that were read last; if they are old, they are read again in the background. Waits only for the
+        first read."""
         if self._read_at is not None and self._clock() - self._read_at < FLEET_AGE_S:
             return self._last.records
         read = self._start_read()
@@ -325,7 +330,8 @@ class Catalogue:
         return self._last.records
 
     async def _look_again(self) -> bool:
-        """Read the records again before calling a name unknown. False if they are recent, or if the store is slow."""
+        """Read the records again before calling a name unknown. Returns False if they are recent, or if the store is
+        slow."""
         if self._read_at is not None and self._clock() - self._read_at < LOOK_AGAIN_S:
             return False
         try:
@@ -371,6 +377,7 @@ def _seen_by(tenant_id: str | None, records: Collection[FleetRecord]) -> Collect
 
 
 def _listed_name(name: str, cards: Mapping[str, Card]) -> str:
-    """The listed name that SGLang reads in `base:adapter`: the adapter's if it lists both; otherwise the name itself."""
+    """The listed name that SGLang takes `base:adapter` to mean: the adapter's if the engine lists both; otherwise the
+    name itself."""
     bases = (base for base in cards if name.startswith(f"{base}:"))
     return next((adapter for base in bases if (adapter := name[len(base) + 1 :]) in cards), name)

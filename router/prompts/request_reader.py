@@ -18,7 +18,7 @@ class UnknownModel(KvatlasError):
 
 
 class RequestReader:
-    """Finds a request's scope and its token ids."""
+    """Finds the scope and the token ids of a request."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RequestReader:
         self, request: TextRequest, request_id: str | None = None, caller: Caller = ANYBODY
     ) -> RequestPrompt:
         """With `salt_is_tenant`, the salt of a proven caller's request must already begin with its tenant (`Caller.salted`).
-        Raises UnknownModel, and InvalidValue for a request that no engine would accept."""
+        Raises UnknownModel, or InvalidValue for a request that no engine would accept."""
         salt = request.cache_salt if self._prompts.settings.salt_is_tenant else None
         scope = await self._scope(request.model, salt or caller.tenant_id, caller)
         request = request.of_engines(await self._catalogue.kind_of(scope), scope)
@@ -59,11 +59,12 @@ class RequestReader:
     def guess(
         self, scope: Scope, letters: int, request_id: str | None = None, caller: Caller = ANYBODY
     ) -> RequestPrompt:
-        """Like `read_length`, in a known scope."""
+        """Like `read_length`, but in a known scope."""
         return _sent_by(caller, self._prompts.guess(scope, letters, request_id))
 
     def with_session(self, read: RequestPrompt, headers: Sequence[tuple[bytes, bytes]]) -> RequestPrompt:
-        """The prompt in the session that the request's headers name, if any; names of headers are in lower case."""
+        """The prompt, assigned to the session that the request's headers name, if any. Header names are in lower
+        case."""
         given: dict[bytes, bytes] = {}
         for name, value in headers:
             if value and name in self._session_headers:
@@ -89,5 +90,5 @@ class RequestReader:
 
 
 def _sent_by(caller: Caller, read: RequestPrompt) -> RequestPrompt:
-    """The prompt as that of its program, which is billed for the answer."""
+    """The prompt, assigned to the program that sent it, which is billed for the answer."""
     return replace(read, prompt=replace(read.prompt, program=caller.name)) if caller.is_proven else read

@@ -29,7 +29,7 @@ from router_client.decision.index_source import open_overlap_index
 from router_client.pricing.overlap import OverlapIndex
 
 INLINE_LETTERS = 2_048
-"""A local tokenizer takes about a millisecond for these."""
+"""A local tokenizer takes about a millisecond for this many letters."""
 TOKENIZE_S = 5.0
 """Limit on the time that an engine takes to tokenize a prompt or list its models."""
 
@@ -39,8 +39,8 @@ _log = logging.getLogger("kvatlas_router.proxy")
 @dataclass(frozen=True, slots=True)
 class RequestSource:
     """`reader` turns requests into prompts in the scopes of `catalogue`. `lookups` looks them up in the store's `index`, or in
-    a local copy of it. `short_calls`: client for quick engine calls. `addresses`: which addresses engines may have. `fleet`:
-    the store's records of workers."""
+    a local copy of the index. `short_calls`: client for quick engine calls. `addresses`: which addresses engines may have.
+    `fleet`: the store's records of workers."""
 
     store: Store
     reader: RequestReader
@@ -57,10 +57,10 @@ class RequestSource:
 async def open_request_source(
     settings: LookupSettings, near: bool, prompts: PromptSettings, credentials_to: tuple[str, ...] = ()
 ) -> AsyncIterator[RequestSource]:
-    """Open the parts, and export the tokenizer's counters. `near`: this process listens on loopback, so engines may be there
-    too. `credentials_to`: see `AddressPolicy`.
+    """Open the parts, and export the tokenizer's counters. `near`: this process listens on loopback, so engines may be on
+    loopback too. `credentials_to`: see `AddressPolicy`.
 
-    Raises SettingsError for a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be used and
+    Raises SettingsError for a tokenizer that can't be read, or Unreachable or LayoutMismatch if the store can't be used and
     `wait` is off.
     """
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Reads the prompt from the body of a query: an OpenAI request, or the hints of `kvatlas.request`."""
+"""Reads the prompt from the body of a query, which is either an OpenAI request or the hints of `kvatlas.request`."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ from kvatlas_router.tokens.text_request import Api, TextRequest
 from router_client.prompt import Prompt
 
 MAX_HASHES = 16_384
-"""A million tokens in blocks of 64; reading them takes about 0.1 s of one core."""
+"""Enough for a million tokens in blocks of 64; reading them takes about 0.1 s on one core."""
 
 
 class RouteBodyReader:
@@ -26,7 +26,7 @@ class RouteBodyReader:
 
     async def read(self, body: dict[str, Any], caller: Caller) -> tuple[RequestPrompt, TextRequest | None]:
         """The prompt in the scope of the caller's tenant, and the parsed request if the body has `messages` or `prompt`
-        (OpenAI's form), otherwise None. Raises InvalidValue, UnknownModel and Unreachable."""
+        (OpenAI's form), otherwise None. Raises InvalidValue, UnknownModel or Unreachable."""
         claimed = body.pop("tenant_id", None)
         if claimed is not None and claimed != (caller.tenant_id or self._catalogue.tenant_id):
             raise InvalidValue("tenant_id names another tenant than the caller's; a body proves none")
@@ -55,7 +55,7 @@ class RouteBodyReader:
         return RequestPrompt(prompt, prompt.input_tokens), None
 
     def _salted(self, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        """The body with its tenant's cache salt, as the request must be sent."""
+        """The body with its tenant's cache salt, which is how the request must be sent."""
         if not caller.is_proven or not self._reader.salt_is_tenant:
             return body
         own = body.get("cache_salt")
@@ -63,8 +63,8 @@ class RouteBodyReader:
 
 
 def _fallbacks(hints: RequestHints, scope: Scope | None, tenant_id: str) -> Fallbacks:
-    """Values that the hints may omit. The model's name is enough: the fleet gives its tokenizer, and its base if it is an
-    adapter."""
+    """Values that the hints may omit. The model's name is enough: the fleet's records give its tokenizer and, for an
+    adapter, its base model."""
     if scope is None:
         return Fallbacks(tenant_id=tenant_id)
     return Fallbacks(scope.model_id, scope.tokenizer_id, scope.adapter_id, scope.tenant_id)

@@ -1,4 +1,4 @@
-"""One attempt of a request on one engine: sends the request, and passes the answer on as it arrives."""
+"""One attempt at a request, on one engine: sends the request and passes the answer on as it arrives."""
 
 import asyncio
 import json
@@ -52,16 +52,17 @@ from router_client.results import Choice
 
 _log = logging.getLogger("kvatlas_router.proxy")
 END_S = 5.0
-"""How long an engine that has sent the final event, or an error, may take to end its answer: until then, its connection can be
-kept."""
+"""How long an engine that has sent the final event, or an error, may take to end its answer. If it does so in time, its
+connection can be kept."""
 MOST_EDITED_BYTES = 32 << 20
-"""Longest event for a client that may not see counts of cached tokens. It is read whole, to leave them out."""
+"""Size of the longest event for a client that may not see counts of cached tokens: the event must be read whole to
+remove them."""
 _WITH_PRIORITY = (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.TOKENS)
-"""vLLM's calls that read a priority."""
+"""The calls of vLLM that read a priority."""
 
 
 class EngineFailed(KvatlasError):
-    """An answer ended with an error that the engine reported in it. The client got the answer and the error."""
+    """An answer ended with an error that the engine reported in it. The client has received both."""
 
     def __init__(self, error: EngineError) -> None:
         super().__init__(f"it returned an error: {error.line}")
@@ -69,7 +70,7 @@ class EngineFailed(KvatlasError):
 
 
 class EventTooLong(KvatlasError):
-    """An event is too long for a client that may not see counts of cached tokens. That is no fault of its engine."""
+    """An event is too long for a client that may not see counts of cached tokens. This is not the engine's fault."""
 
     def __init__(self) -> None:
         most = f"{MOST_EDITED_BYTES >> 20} MiB, the most that this key may get"
@@ -87,7 +88,7 @@ class OpenedAnswer:
 
 
 class AnswerRelay:
-    """Relays answers and reports them to the router client. Safe to share between tasks of one event loop."""
+    """Relays answers and reports them to the router client. Can be shared between tasks of one event loop."""
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class AnswerRelay:
         ask_usage: bool,
         priorities: bool,
     ) -> None:
-        """`ask_usage`: let streams report their usage to the proxy. `priorities`: send vLLM each request's priority. The caller
-        owns `engines` and closes it."""
+        """`ask_usage`: make streams report their usage to the proxy. `priorities`: send each request's priority to vLLM. The
+        caller owns `engines` and closes it."""
         self._engines = engines
         self._progress = progress
         self._counters = counters
@@ -167,9 +168,9 @@ class AnswerRelay:
         answer: Answer,
         continued: ContinuedAnswer,
     ) -> "OpenedAnswer":
-        """Read a successful answer up to its first content, or its end. Until then the client gets only bytes that keep the
-        connection alive. Raises EngineRefused for an error in place of an answer, EventTooLong, and EngineLost if the engine
-        disappears."""
+        """Read a successful answer up to its first content, or to its end. Until then, the client gets only bytes that keep
+        the connection alive. Raises EngineRefused for an error in place of an answer, EventTooLong, or EngineLost if the
+        engine disappears."""
         if isinstance(answer, WholeAnswer):
             if request.text is not None and not answer.body:
                 raise EngineLost(f"{choice.url}: the answer is empty")
@@ -224,8 +225,8 @@ class AnswerRelay:
         opened: "OpenedAnswer",
         continued: ContinuedAnswer,
     ) -> None:
-        """Send the beginning of a successful streamed answer to the client. Raises CannotContinue if it does not follow what
-        the client has."""
+        """Send the beginning of a successful streamed answer to the client. Raises CannotContinue if this does not follow
+        what the client already has."""
         answer, stream = opened.answer, opened.stream
         if isinstance(answer, WholeAnswer):
             return
@@ -249,8 +250,8 @@ class AnswerRelay:
         continued: ContinuedAnswer,
     ) -> None:
         """Send the rest of a successful answer to the client. Raises EngineLost if the engine disappears mid-answer,
-        EngineFailed at the end of a stream that reports an engine's error, CannotContinue as `begin`, and EngineHangs, after
-        which it may be called again."""
+        EngineFailed at the end of a stream that reports an engine's error, CannotContinue as `begin` does, or EngineHangs,
+        after which this may be called again."""
         answer, usage = opened.answer, None
         if isinstance(answer, WholeAnswer):
             await _report(self._finish(request, choice, answer, usage_of_body(answer.body), continued))
@@ -265,7 +266,8 @@ class AnswerRelay:
         await _report(self._finish(request, choice, answer, usage, continued))
 
     async def ask(self, choice: Booked, path: str, body: Mapping[str, Any]) -> Any:
-        """Post a body to the chosen engine, and return the JSON of its answer; None if it refuses. Raises EngineLost."""
+        """Post a body to the chosen engine, and return the JSON of its answer; None if the engine refuses. Raises
+        EngineLost."""
         try:
             reply = await self._engines.call("POST", choice.url.rstrip("/") + path, body, more_headers=choice.headers)
         except EngineAway as error:
@@ -384,13 +386,13 @@ def _kind_of(choice: Booked) -> EngineKind:
 
 
 def _is_cut(request: ClientRequest, stream: EventStream) -> bool:
-    """True if a request's answer lacks its end: a finish reason or the final event. A process in between may have ended the
-    engine's stream cleanly for it."""
+    """True if a request's answer lacks its end: a finish reason or the final event. A process between the router and the
+    engine may have ended the stream cleanly in the engine's place."""
     return request.text is not None and not stream.finished
 
 
 async def _report(call: Awaitable[None]) -> None:
-    """Report to the other routers. If the store does not answer, the request does not fail."""
+    """Report to the other routers. The request does not fail if the store does not answer."""
     try:
         await call
     except Unreachable as error:
@@ -398,7 +400,7 @@ async def _report(call: Awaitable[None]) -> None:
 
 
 def _priority_field(request: ClientRequest, text: TextRequest, choice: Choice) -> dict[str, Any]:
-    """The request's priority in the engine's queue; none if the client gives one."""
+    """The field with the request's priority in the engine's queue; empty if the client gives a priority itself."""
     if text.api not in _WITH_PRIORITY or "priority" in text.body:
         return {}
     arrived_us = time.time() * 1e6 - (time.perf_counter_ns() - request.began_ns) / 1e3

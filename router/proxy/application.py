@@ -1,4 +1,4 @@
-"""The proxy's paths. Those of `INFERENCE` go to a worker of the model that a request names; others get a 404.
+"""The proxy's paths. Those in `INFERENCE` go to a worker of the model that the request names; others get a 404.
 
 /v1/models, /v1/models/{name}         the fleet's models
 /health, /ready (/readyz), /version   for probes
@@ -6,7 +6,7 @@
 For operators, on a separate port unless everything is on loopback:
 
 /kvatlas/route, /kvatlas/done         the proxy's choice, for routers in other languages
-/kvatlas/select                       the choice in the router protocol's terms, without a booking
+/kvatlas/select                       the choice in the terms of the router protocol, without a booking
 /kvatlas/requests                     a stream of answered requests, for `kvatlas record` (--record)
 /metrics                              for Prometheus
 /status                               counters and findings as JSON
@@ -55,11 +55,12 @@ from router_client.request_feed import RequestFeed
 
 _HTTP_KINDS = (ErrorKind.METHOD, ErrorKind.TOO_LONG)
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"})
-"""Passed on to engines. OPTIONS is not passed on: browsers send no key with it, so it proves nothing."""
+"""Methods that are passed on to engines. OPTIONS is not passed on: browsers send no key with it, so it proves
+nothing."""
 
 
 class Connections(Protocol):
-    """Clients' connections. `is_nearly_full`: new ones will soon be refused."""
+    """Clients' connections. `is_nearly_full`: new connections will soon be refused."""
 
     @property
     def is_nearly_full(self) -> bool: ...
@@ -67,8 +68,8 @@ class Connections(Protocol):
 
 class ProxyApplication:
     """The routes over one proxy's parts. `asgi` is the application; `control`, if separate, is the application for operators.
-    `draining`: about to stop, so not ready, but still answering requests. `connections`: the server's; it is not ready while
-    nearly all are in use."""
+    `draining`: the server is about to stop; it is not ready, but still answers requests. `connections`: the server's
+    connections; it is not ready while nearly all of them are in use."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class ProxyApplication:
         feed: RequestFeed | None = None,
     ) -> None:
         """`page`: the status page. `cors_origins`: origins of pages that may use the proxy; `*` for all. `allow_paths`: paths
-        passed to engines with any method; a trailing `*` makes it a prefix. `apart`: operators' paths are served only by
-        `control`. `borders`: what clients must prove and what they see. `feed`: follows answered requests."""
+        passed to engines with any method; a trailing `*` makes it a prefix. `apart`: only `control` serves the operators'
+        paths. `borders`: what clients must prove, and what they may see. `feed`: follows answered requests."""
         self.draining = False
         self.connections: Connections | None = None
         self._parts = parts
@@ -177,7 +178,7 @@ class ProxyApplication:
         return JSONResponse(card)
 
     async def _status(self, _: Request) -> Response:
-        """Counters, and findings that need attention."""
+        """Return counters, and findings that need attention."""
         client, ejections, tokens = self._parts.client, self._parts.ejections, self._parts.tokens
         ejected = {id: max(0.0, round(left, 3)) for id, left in ejections.ejected().items()}
         findings = [f"worker {id} is ejected: it fails while others answer" for id in ejected]
@@ -207,7 +208,8 @@ class ProxyApplication:
 
 
 class _InferenceFirst:
-    """Passes on calls to engines without searching all routes, which would take longer than reading the request."""
+    """Passes on calls to engines without searching all routes, since the search would take longer than reading the
+    request."""
 
     def __init__(self, for_engines: "_ForEngines", others: ASGIApp) -> None:
         self._for_engines = for_engines
@@ -225,7 +227,7 @@ class _InferenceFirst:
 
 
 class _ForEngines:
-    """The ASGI application for calls to engines. It passes answers on as they arrive."""
+    """The ASGI application for calls to engines. Passes answers on as they arrive."""
 
     def __init__(self, exchange: Exchange, borders: ClientBorders) -> None:
         self._exchange = exchange
@@ -282,8 +284,8 @@ def _pattern(path: str) -> str:
 def _with_json_errors(
     handle: Callable[..., Awaitable[Any]], borders: ClientBorders | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler, so that its errors become JSON, one line each. A POST handler gets the body's JSON object and the caller,
-    and returns a JSON object."""
+    """Wrap a handler so that each of its errors becomes a one-line JSON error. A POST handler gets the body's JSON object and
+    the caller, and returns a JSON object."""
 
     async def handled(request: Request) -> Response:
         with request_span(request.url.path, request.headers.raw, method=request.method) as span:
@@ -318,7 +320,7 @@ def _with_json_errors(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The server's own errors, such as a wrong method or a body that is too long."""
+    """The answer for one of the server's own errors, such as a wrong method or a body that is too long."""
     assert isinstance(error, HTTPException)
     kind = next((kind for kind in _HTTP_KINDS if kind.status == error.status_code), ErrorKind.NO_PATH)
     detail = "no path of this router (see --allow-path)" if kind is ErrorKind.NO_PATH else error.detail

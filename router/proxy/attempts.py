@@ -12,7 +12,8 @@ from kvatlas_router.upstream.engine_answer import EngineHangs, StreamedAnswer, W
 
 @dataclass(frozen=True, slots=True)
 class StalledAnswer:
-    """An answer whose engine stalls: its client gets the rest of it unless another worker continues it."""
+    """An answer whose engine is stalled. The client gets the rest from that engine unless another worker continues the
+    answer."""
 
     choice: Booked
     answer: StreamedAnswer

@@ -32,7 +32,7 @@ _access_log = logging.getLogger("router_client.access")
 
 
 class ErrorKind(Enum):
-    """The proxy's own errors: status, and code in OpenAI's API."""
+    """The proxy's own errors: their status, and their code in OpenAI's API."""
 
     INVALID = 400, None
     UNPROVEN = 401, "invalid_api_key"
@@ -56,15 +56,16 @@ class ErrorKind(Enum):
 class ClientRequest:
     """A complete request, and the way back to its client.
 
-    `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the name that it asks
-    for. `letters`: approximate length of its prompt. Sent back so far: `status`, `events` (an event stream began),
-    `sent_events` (events with data), `in_event` (part of an event), `begun_with` (a decision's header) and `complete`.
-    `decision`: the last attempt's decision header. `priority`: its own priority in the queue; None: it gives none.
-    `prompt_tokens`: its prompts' tokens, or a guess; 0 until read. `span`: the router's own. `objects`: engine-kept objects
-    that it names or makes. `on_leave`: takes a function to call if its client disconnects (`ON_LEAVE`); `gone`: the client
-    disconnected before it had its whole answer. `permit`: its client's, if clients must prove who they are. `shows_decision`:
-    the client sees the decision, in a header. `shows_cached`: the client sees engines' counts of cached tokens. `failure`: why
-    the router could not answer. `wait`: its wait in the pool's queue, if any.
+    `text`: the parsed request for tokens; None for any other call, whose prompt is not read. `model`: the model name that it
+    asks for. `letters`: approximate length of its prompt. What has been sent back so far: `status`, `events` (an event stream
+    has begun), `sent_events` (events with data), `in_event` (only part of an event), `begun_with` (a decision's header) and
+    `complete`. `decision`: the last attempt's decision header. `priority`: the request's own priority in the queue; None: it
+    gives none. `prompt_tokens`: the number of tokens in its prompts, or a guess; 0 until read. `span`: the router's own span.
+    `objects`: the objects, kept by engines, that it names or creates. `on_leave`: takes a function to call if its client
+    disconnects (`ON_LEAVE`); `gone`: the client disconnected before it had its whole answer. `permit`: the client's permit, if
+    clients must prove who they are. `shows_decision`: the client sees the decision in a header. `shows_cached`: the client
+    sees engines' counts of cached tokens. `failure`: why the router could not answer. `wait`: the request's wait in the pool's
+    queue, if any.
     """
 
     text: TextRequest | None
@@ -124,8 +125,8 @@ class ClientRequest:
         await self.to_client(message)
 
     async def begin(self, answer: StreamedAnswer, header: tuple[bytes, bytes]) -> None:
-        """Send an answer's status and headers, once. If another engine's were already sent with keep-alive comments, send the
-        new decision as a comment in the stream."""
+        """Send an answer's status and headers, once. If those of another engine have already been sent with keep-alive
+        comments, send the new decision as a comment in the stream."""
         before, self.begun_with = self.begun_with, header
         if self.status is None:
             headers = [*for_client(answer.headers), *self._shown(header)]
@@ -141,7 +142,7 @@ class ClientRequest:
         await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer_whole(self, answer: WholeAnswer, header: tuple[bytes, bytes]) -> None:
-        """Send an engine's whole answer; in a stream that has begun, send the answer's error instead."""
+        """Send an engine's whole answer; if a stream has begun, send the answer's error in it instead."""
         if not self.shows_cached:
             answer = replace(answer, body=without_cached_counts(answer.body))
         if self.status is None:
@@ -151,8 +152,8 @@ class ClientRequest:
         await self.break_off(ErrorKind.BAD_GATEWAY, f"status {answer.status}" if said is None else said.line)
 
     async def end_failed(self, error: EngineError, rest: bytes) -> None:
-        """End a stream with the rest of what the engine sent, including the error. If the client would not see that error,
-        repeat it in its protocol's form."""
+        """End a stream with the rest of what the engine sent, including the error. If the client would not recognize that
+        error, repeat it in the form of the client's protocol."""
         if is_seen(self.for_engine.path, error):
             await self.send({"type": "http.response.body", "body": rest})
         else:
@@ -162,7 +163,7 @@ class ClientRequest:
     async def refuse(
         self, kind: ErrorKind, line: str, *, param: str | None = None, retry_after_s: int | None = 1
     ) -> None:
-        """Send an error of the router's own; see `send_error`."""
+        """Send one of the router's own errors; see `send_error`."""
         describe_answer(self.span, kind.status, None)
         if self.status is None:
             line = self._told(kind, line)
@@ -172,8 +173,9 @@ class ClientRequest:
             await self.break_off(kind, line)
 
     async def break_off(self, kind: ErrorKind, line: str) -> None:
-        """End the answer with an error: as a normal error answer if nothing was sent yet, or as an event if an event stream
-        began and its last event is complete. For any other incomplete answer, the server cuts the connection."""
+        """End the answer with an error: as a normal error answer if nothing has been sent yet, or as an event if an event
+        stream has begun and its last event is complete. For any other incomplete answer, the server closes the
+        connection."""
         if self.complete:
             return
         path, line = self.for_engine.path, self._told(kind, line)
@@ -191,8 +193,8 @@ class ClientRequest:
         return (*headers, queue_header(self.wait)) if self.wait else headers
 
     def _told(self, kind: ErrorKind, line: str) -> str:
-        """The line as shown to the client: clients that must not see decisions must not see workers' names and addresses
-        either."""
+        """The line that is shown to the client. Clients that must not see decisions must not see the names and addresses
+        of workers either."""
         self.failure = line
         hidden = kind.status >= 500 and not self.shows_decision
         return "no engine can answer this request now; try again later" if hidden else line
@@ -218,15 +220,15 @@ class ClientRequest:
 
     @property
     def is_trusted(self) -> bool:
-        """True for any sender if there is no clients file, otherwise only for a gateway."""
+        """True for any sender if there is no clients file; otherwise only for a gateway."""
         return self.caller.is_front or not self.caller.is_proven
 
     def trusted_header(self, name: bytes) -> str | None:
-        """Like `header`, but None unless the sender is trusted."""
+        """Like `header`, but returns None unless the sender is trusted."""
         return self.header(name) if self.is_trusted else None
 
     async def take_tokens(self, prompt: Prompt) -> None:
-        """Count its prompts and its largest possible answers. Raises OverLimit."""
+        """Count the request's prompts and its largest possible answers. Raises OverLimit."""
         if self.permit is not None:
             limits = prompt.output_limits
             output = prompt.output_tokens if limits is None else limits.largest(prompt.output_tokens)
@@ -239,7 +241,7 @@ class ClientRequest:
             self.permit.correct(usage.prompt_tokens + usage.completion_tokens)
 
     def count_sent(self, parts: int) -> None:
-        """Count the parts of the answer that the client was sent, a token or more each."""
+        """Count the parts of the answer that were sent to the client, each at least one token."""
         if self.permit is not None:
             self.permit.note_sent(self.prompt_tokens + parts)
 
@@ -252,7 +254,7 @@ class ClientRequest:
 
 
 async def send_answer(send: Send, answer: WholeAnswer, added: RawHeaders = ()) -> None:
-    """Send a whole answer, with `added` headers."""
+    """Send a whole answer with the `added` headers."""
     length = (b"content-length", str(len(answer.body)).encode())
     start: Message = {
         "type": "http.response.start",
@@ -273,8 +275,8 @@ async def send_error(
     retry_after_s: int | None = 1,
     added: RawHeaders = (),
 ) -> None:
-    """Send an error in the form of the path's API. `retry_after_s=None`: the same request never passes, so the SDKs of OpenAI
-    and Anthropic must not send it again."""
+    """Send an error in the form of the path's API. `retry_after_s=None`: the same request will never succeed, so the SDKs of
+    OpenAI and Anthropic must not send it again."""
     headers = [(b"content-type", b"application/json"), *added]
     if retry_after_s is None:
         headers.append((b"x-should-retry", b"false"))
@@ -285,6 +287,6 @@ async def send_error(
 
 
 def error_body(path: str, kind: ErrorKind, line: str, param: str | None = None) -> Mapping[str, Any]:
-    """The JSON body of an error in the form of the path's API, Anthropic's or OpenAI's."""
+    """The JSON body of an error in the form of the path's API, which is Anthropic's or OpenAI's."""
     status, code = kind.value
     return error_form(path, status, line, code=code, param=param)

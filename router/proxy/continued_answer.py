@@ -1,4 +1,4 @@
-"""One request's streamed answer, which another worker may continue after its engine died."""
+"""One request's streamed answer, which another worker may continue if its engine dies."""
 
 import asyncio
 import logging
@@ -31,22 +31,24 @@ from router_client.learning.token_counts import Usage
 _log = logging.getLogger("kvatlas_router.proxy")
 
 TOKENS_WAIT_S = 10.0
-"""Longest wait for late tokens that an answer needs to continue; shorter if its request may wait less for a worker."""
+"""Longest wait for late tokens that are needed to continue an answer; shorter if the request may wait less for a
+worker."""
 AGAIN_S = 0.05
 PARSE_PAUSE = 9
-"""Tokens that an engine must parse repeatedly wait for this many times the duration of the last parse."""
+"""Tokens that an engine has to parse repeatedly wait for this multiple of the time that the last parse took."""
 _LATE = frozenset({WhyNoTokens.LATE.value, WhyNoTokens.BUSY.value})
 
 KindOf = Callable[[Scope], Awaitable[EngineKind]]
 AskEngine = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""Posts a body to a path of the current engine, and returns the JSON of its answer; None if it refuses. Raises EngineLost."""
+"""Posts a body to a path of the current engine, and returns the JSON of its answer; None if the engine refuses. Raises
+EngineLost."""
 ReadPrompt = Callable[[TextRequest], Awaitable[RequestPrompt]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """What another engine is asked for: the rest of the answer (it gets `tokens` of it as input), and the request's API and
-    body."""
+    """The request to another engine for the rest of the answer, with its API and body. `tokens`: how many tokens of the
+    answer that engine gets as input."""
 
     rest: Rest
     tokens: int
@@ -56,8 +58,8 @@ class _Next:
 
 @dataclass(slots=True)
 class ContinuedAnswer:
-    """`seam`: joins the engines' answers; None if the answer can't be continued, because of `why` (None: continuing is
-    switched off). `goes_on`: the current engine is not the first. `lost`: how the last engine's part ended."""
+    """`seam`: joins the engines' answers; None if the answer can't be continued, for the reason `why` (None: continuing
+    is switched off). `goes_on`: the current engine is not the first one. `lost`: how the last engine's part ended."""
 
     request: ClientRequest
     counters: ContinuationCounters
@@ -84,7 +86,7 @@ class ContinuedAnswer:
         kind_of: KindOf,
         ends: ThoughtEnds,
     ) -> "ContinuedAnswer":
-        """The answer of a request that was not sent yet. `ends`: its pool's."""
+        """The answer to a request that has not been sent yet. `ends`: those of its pool."""
         answer = cls(request, counters, read_prompt, kind_of)
         text = request.text
         if mode is ContinueMode.OFF or text is None or not text.streamed:
@@ -95,19 +97,19 @@ class ContinuedAnswer:
         return answer
 
     def fields(self, text: TextRequest, kind: EngineKind) -> Mapping[str, Any]:
-        """Fields that a request for it, or for the rest, needs at this kind of engine."""
+        """Fields that a request for this answer, or for its rest, needs on this kind of engine."""
         if self.seam is None:
             return {}
         return counting_fields(text, kind, self.request.prompt_tokens)
 
     @property
     def may_go_on(self) -> bool:
-        """True if another worker could continue now."""
+        """True if another worker could continue the answer now."""
         return self.seam is not None and self.seam.why is None and not self._is_stuck(self.seam)
 
     @property
     def next_request(self) -> TextRequest | None:
-        """The request for the rest; None: the client's own is sent."""
+        """The request for the rest; None: the client's own request is sent."""
         if self._next is None or self.request.text is None:
             return None
         return replace(self.request.text, api=self._next.api, body=self._next.body)
@@ -136,7 +138,8 @@ class ContinuedAnswer:
     # ------------------------------------------------------------ after an engine died
 
     async def prepare(self, read: RequestPrompt, error: Exception | None = None) -> RequestPrompt:
-        """The prompt of the rest, once `error` ended the engine's part, or the next choice is due. Raises CannotContinue."""
+        """The prompt for the rest, after `error` has ended the engine's part, or when the next choice is due. Raises
+        CannotContinue."""
         self.lost = str(error) if error is not None else self.lost
         seam = self.seam
         if seam is None:
@@ -161,7 +164,7 @@ class ContinuedAnswer:
         return found
 
     async def _ask_for(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
-        """The request for the rest, and its prompt."""
+        """Build the request for the rest, and its prompt."""
         if rest.reasoned:
             return await self._ask_within_reasoning(seam, rest)
         tokens, api = await self._count(seam, rest), seam.builder.asks(rest)
@@ -182,7 +185,7 @@ class ContinuedAnswer:
         return _Next(rest, tokens, api, body), found
 
     async def _ask_within_reasoning(self, seam: Seam | ChoiceSeams, rest: Rest) -> tuple[_Next, RequestPrompt]:
-        """The request for the rest of an answer with reasoning, whose markers must be known, and its prompt."""
+        """Build the request for the rest of an answer with reasoning, whose markers must be known, and its prompt."""
         prompt_ids = seam.builder.prompt_ids or _ids_of(await self._first_prompt())
         for markers in markers_of(seam.builder.text.model_id):
             pair = await self._ids_of_text(markers.start + markers.end)
@@ -211,7 +214,7 @@ class ContinuedAnswer:
     async def _ask_as_chat(
         self, seam: Seam | ChoiceSeams, rest: Rest, markers: Markers, ids: Sequence[int], tokens: int
     ) -> tuple[_Next, RequestPrompt] | None:
-        """The request for the rest as a chat, whose engine parses it; None if no partial message renders to these ids.
+        """Build a chat that asks for the rest, which its engine parses; None if no partial message renders to these ids.
         Templates that begin the reasoning in the prompt don't begin it in a message, and some add a line break after it."""
         rest = replace(rest, by_ids=False, markers=None, inside=rest.inside or not rest.parts)
         if not rest.parts:
@@ -226,8 +229,8 @@ class ContinuedAnswer:
         return None
 
     async def check(self, ask: AskEngine) -> None:
-        """Check that the engine that has begun to answer can parse the rest, if it must. Raises CannotContinue, and what `ask`
-        raises."""
+        """Check that the engine that has begun to answer can parse the rest, if it has to. Raises CannotContinue, or whatever
+        `ask` raises."""
         parsed = None if self.seam is None else self.seam.parsed
         if self._next is None or not self._next.rest.parsed or parsed is None or self.request.text is None:
             return
@@ -239,19 +242,19 @@ class ContinuedAnswer:
         self._parse_at = 0.0
 
     async def feed(self, passed: bytes, ask: AskEngine) -> bytes:
-        """The client's bytes for those of the current engine. `ask` asks that engine to parse its tokens, if needed. Raises
-        CannotContinue, and what `ask` raises."""
+        """The bytes that the client gets for those of the current engine. `ask` asks that engine to parse its tokens, if
+        needed. Raises CannotContinue, or whatever `ask` raises."""
         assert self.seam is not None
         return self.seam.feed(passed) + await self._parse(ask)
 
     async def end_engine(self, rest: bytes, ask: AskEngine) -> bytes:
-        """Like `feed`, for the last bytes of its stream."""
+        """Like `feed`, but for the last bytes of the engine's stream."""
         assert self.seam is not None
         return self.seam.end(rest) + await self._parse(ask)
 
     async def _parse(self, ask: AskEngine) -> bytes:
-        """The client's bytes for unread tokens. Parsing takes at most a tenth of the time, except at the end, when all tokens
-        are parsed."""
+        """The bytes that the client gets for unread tokens. Parsing takes at most a tenth of the time, except at the end,
+        when all tokens are parsed."""
         seam = self.seam
         if not isinstance(seam, Seam) or (parsed := seam.parsed) is None or not parsed.is_unread:
             return b""
@@ -264,7 +267,7 @@ class ContinuedAnswer:
         return seam.read(answer)
 
     def join(self) -> None:
-        """Let the engine that has begun to answer take over. Does nothing for the first one."""
+        """Make the engine that has begun to answer take over. Does nothing for the first engine."""
         if self._next is None or self.seam is None:
             return
         id, tokens = self.request.id or "without an id", self._next.tokens
@@ -274,11 +277,11 @@ class ContinuedAnswer:
         self.counters.resumed += 1
 
     def stay(self) -> None:
-        """Let the current engine continue, since there is no other."""
+        """Keep the current engine, since there is no other."""
         self._next = None
 
     def _is_stuck(self, seam: Seam | ChoiceSeams) -> bool:
-        """True if the current engine took over here, and got no further."""
+        """True if the current engine took over at this point and got no further."""
         return self.goes_on and self._reached == seam.reached
 
     async def end(self, why: Why | None) -> None:
@@ -296,15 +299,16 @@ class ContinuedAnswer:
             await self.request.break_off(ErrorKind.BAD_GATEWAY, self.lost)
 
     async def _count(self, seam: Seam | ChoiceSeams, rest: Rest) -> int:
-        """The tokens of the answer that the next engine gets. Engines hold back text that may begin a stop string, so tokens
-        that they have counted may have no text yet; messages are not counted at all. In both cases, the text is tokenized."""
+        """The number of the answer's tokens that the next engine gets. Engines hold back text that may begin a stop string,
+        so tokens that they have counted may have no text yet; in messages, tokens are not counted at all. In both cases, the
+        text is tokenized."""
         if rest.lag == 0 or not rest.parts:
             return rest.tokens
         counted = (await self._read_text(seam.builder.text_of(rest))).prompt_tokens
         return rest.tokens if counted is None else rest.counted(counted)
 
     async def _first_prompt(self) -> RequestPrompt:
-        """The prompt of the client's request, with its tokens if they can be known."""
+        """The prompt of the client's request, with its tokens if they can be determined."""
         assert self._prompt is not None and self.request.text is not None
         if self._prompt.prompt_tokens is None:
             self._prompt = await self._read(self.request.text)
@@ -317,11 +321,11 @@ class ContinuedAnswer:
         """A text that engines generated, as tokens."""
         asked = {"model": self.request.model, "prompt": text, "add_special_tokens": False}
         if self.request.text is not None and (salt := self.request.text.cache_salt) is not None:
-            asked["cache_salt"] = salt  # it may name the tenant: only that tenant's engines may read the text
+            asked["cache_salt"] = salt  # it may name the tenant, and only that tenant's engines may read the text
         return await self._read(TextRequest.of(Api.COMPLETIONS, asked))
 
     async def _read(self, text: TextRequest) -> RequestPrompt:
-        """The request's prompt. Late tokens are worth waiting for, since an answer that has begun can't be asked for
+        """The request's prompt. Late tokens are worth waiting for, because an answer that has begun can't be requested
         again."""
         while (read := await self.read_prompt(text)).untokenized in _LATE and time.monotonic() < self._patient_until:
             await asyncio.sleep(AGAIN_S)
@@ -329,8 +333,8 @@ class ContinuedAnswer:
 
 
 def _begins_with(longer: RequestPrompt, prompt: RequestPrompt) -> bool | None:
-    """True if the prompt with a part of the answer begins with the prompt; None if their tokens are not known. Templates may
-    add something after a prompt, such as `<think>`, that they leave out before a partial answer."""
+    """True if the prompt that includes a part of the answer begins with `prompt`; None if their tokens are not known.
+    Templates may add something after a prompt, such as `<think>`, that they leave out before a partial answer."""
     if longer.prompt_tokens is None or prompt.prompt_tokens is None:
         return None
     first, whole = prompt.prompt.tokens, longer.prompt.tokens

@@ -8,8 +8,8 @@ from kvatlas_router.continuation.reasons import Why
 
 @dataclass(slots=True)
 class ContinuationCounters:
-    """Plain integers since the router started: streams whose engine died mid-answer. `resumed`: another worker continued
-    (each time). The others ended with an error, by `Why`."""
+    """Plain integers since the router started: streams whose engine died mid-answer. `resumed`: how often another worker
+    continued. The others ended with an error, and are counted by `Why`."""
 
     resumed: int = 0
     sampled: int = 0
@@ -40,17 +40,18 @@ class ContinuationCounters:
 class ProxyCounters:
     """Plain integers since the proxy started.
 
-    `requests`: received for engines. They end as `answered` (2xx), `refused_by_engine` (the engine's refusal was passed on, or
-    its answer has an event that is too long for the client), `gave_up` (no worker left), `gone` (the client disconnected
-    first), `broken` (the engine disappeared mid-answer, or reported an error there) or `cut` (still running when the proxy
-    stopped). `refused` and `unreachable`: attempts that failed because the engine couldn't serve them, or did not answer.
-    `retried`: attempts after the first; `retries_denied`: retries that the budget did not allow. `untokenized`: routed without
-    all tokens: by load, or by the tokens before the first image. `shed`: refused because every engine would miss the SLO by
-    far. `queued`: waited for a worker with room; `queue_full`: refused because the queue was full or the wait too long.
-    `apart`: attempts with a separate prefill worker; `apart_failed`: those that failed because of that worker. `fetching`:
-    attempts whose engine should fetch KV from another one. `sent`: attempts sent; `overhead`: seconds from a request's arrival
-    until it is sent. `held`, `held_done`, `held_expired`: see `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`:
-    ends reported here for bookings of other routers. `continued`: streams whose engine died.
+    `requests`: requests received for engines. They end as `answered` (2xx), `refused_by_engine` (the engine's refusal was
+    passed on, or its answer had an event that is too long for the client), `gave_up` (no worker was left), `gone` (the client
+    disconnected first), `broken` (the engine disappeared mid-answer, or reported an error there) or `cut` (still running when
+    the proxy stopped). `refused` and `unreachable`: attempts that failed because the engine couldn't serve them, or did not
+    answer. `retried`: attempts after the first; `retries_denied`: retries that the budget did not allow. `untokenized`:
+    requests routed without all of their tokens: by load, or by the tokens before the first image. `shed`: refused because
+    every engine would miss the SLO by far. `queued`: had to wait for a worker with room; `queue_full`: refused because the
+    queue was full or the wait was too long. `apart`: attempts with a separate prefill worker; `apart_failed`: those that
+    failed because of that worker. `fetching`: attempts whose engine should fetch KV from another one. `sent`: attempts sent;
+    `overhead`: seconds from a request's arrival to its sending. `held`, `held_done`, `held_expired`: see
+    `kvatlas_router.held_bookings.HeldCounters`; `done_elsewhere`: reported ends of other routers' bookings. `continued`:
+    streams whose engine died.
     """
 
     requests: int = 0

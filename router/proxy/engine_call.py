@@ -18,7 +18,7 @@ from router_client.pricing.transfer_protocol import replace_fields, withdraw_tra
 MOST_LETTERS = 1 << 20
 """A longer body counts as this long, since most of it is not text."""
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Calls whose body is a form; all others have JSON."""
+"""Calls whose body is a form; all others take JSON."""
 
 INFERENCE = frozenset(
     {
@@ -60,7 +60,7 @@ INFERENCE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """`body`: as engines get it. `text`: the parsed request for tokens (`Api`); None for any other call."""
+    """`body`: the body that engines get. `text`: the parsed request for tokens (`Api`); None for any other call."""
 
     model: str | None
     body: bytes
@@ -85,9 +85,10 @@ async def read_call(
     method: str, path: str, query: bytes, content_type: str, body: bytes, *, of_tenant: bool = False
 ) -> EngineCall:
     """Read a call by its path, as engines do, whatever its content type. The prompt of a large request is not read. Fields that
-    clients must not send to engines are removed; `of_tenant`: also those that a client among several tenants must not send.
+    clients must not send to engines are removed; with `of_tenant`, also those that must not be sent by a client among several
+    tenants.
 
-    Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, and NotForClients.
+    Raises InvalidValue for a chat or a completion without a prompt, UnreadableBody, or NotForClients.
     """
     if is_form(path, content_type):
         return EngineCall(find_form_model(content_type, body, of_tenant=of_tenant) or _model_in_query(query), body)
@@ -113,7 +114,7 @@ _APIS = {api.value: api for api in Api}
 
 
 def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
-    """The parsed request; None if it is invalid and its engine should report the error."""
+    """The parsed request; None if it is invalid and the engine should report the error."""
     try:
         return TextRequest.of(api, decoded)
     except InvalidValue:
@@ -123,8 +124,8 @@ def _read_text(api: Api, decoded: Mapping[str, Any]) -> TextRequest | None:
 
 
 def is_ambiguous(path: str) -> bool:
-    """True for a decoded path that an engine, or HTTP software before it, may mistake for a different one: it has empty or
-    dotted parts, or characters that are not printable, such as the line end that Python's `$` ignores at the end."""
+    """True for a decoded path that an engine, or HTTP software before it, may mistake for a different one because it has
+    empty or dotted parts, or non-printable characters, such as the line end that Python's `$` ignores at the end."""
     parts = path.split("/")[1:]
     return "" in parts[:-1] or bool({".", ".."} & set(parts)) or not path.isprintable()
 

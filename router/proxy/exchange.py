@@ -1,4 +1,4 @@
-"""Takes one request through the proxy, from its arrival to its record: reads the prompt, then hands over to
+"""Takes one request through the proxy, from its arrival to its record: reads the prompt, then hands the request over to
 `WorkerAttempts`."""
 
 import asyncio
@@ -31,20 +31,20 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 _METHODS = {"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 AGAIN_S = 5.0
-"""A cancelled request that still runs after this time is cancelled again: what it waits for may have swallowed the
-cancellation (see `kvatlas.runtime.background_task`), or its clean-up takes too long."""
+"""A cancelled request that is still running after this time is cancelled again: whatever it waits for may have
+swallowed the cancellation (see `kvatlas.runtime.background_task`), or its clean-up may be taking too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`request_hints`: heed the headers of `RequestHintHeaders`."""
+    """`request_hints`: obey the headers of `RequestHintHeaders`."""
 
     access_log: bool = True
     request_hints: bool = False
 
 
 class Exchange:
-    """Runs requests. Safe to share between tasks of one event loop."""
+    """Runs requests. Can be shared between tasks of one event loop."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class Exchange:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Prompt tokens of the running requests, as far as read."""
+        """Number of prompt tokens in the running requests, as far as they have been read."""
         return sum(request.prompt_tokens for request in list(self._running.values()))
 
     @property
     def waiting(self) -> int:
-        """Number of running requests that wait for a worker with room."""
+        """Number of running requests that are waiting for a worker with room."""
         return self._admission.waiting
 
     @property
     def pool_waiting(self) -> int:
-        """Number of waiting requests of all routers, in the pools where requests of this router wait."""
+        """Number of waiting requests from all routers, in the pools in which this router has waiting requests."""
         return self._admission.pool_waiting
 
     async def run(self, request: ClientRequest) -> None:
@@ -113,14 +113,14 @@ class Exchange:
             await request.break_off(ErrorKind.UNAVAILABLE, "the router is stopping; send the request again")
 
     def _let_go(self, request: ClientRequest, answering: "asyncio.Task[Any]") -> None:
-        """Cancel the work for a client that disconnected, unless only the report to the other routers remains."""
+        """Cancel the work for a client that has disconnected, unless only the report to the other routers is left."""
         if not request.complete:
             request.gone = True
             self._counters.gone += 1
             self._cancel(answering)
 
     def _cancel(self, answering: "asyncio.Task[Any]") -> None:
-        """Cancel a request until it has ended."""
+        """Cancel a request repeatedly until it has ended."""
         if answering in self._running:
             answering.cancel()
             answering.get_loop().call_later(AGAIN_S, self._cancel, answering)
@@ -134,7 +134,7 @@ class Exchange:
         self._durations.add((method, path, status), seconds, sampled_context())
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request runs."""
+        """Wait until no request is running."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -184,7 +184,7 @@ class Exchange:
         return self._settings.request_hints and request.is_trusted
 
     async def _read(self, request: ClientRequest) -> RequestPrompt:
-        """Raises UnknownModel, InvalidValue, Unreachable, and ObjectUnknown."""
+        """Raises UnknownModel, InvalidValue, Unreachable or ObjectUnknown."""
         holder = None
         if request.objects is not None:
             tenant_id = request.caller.tenant_id

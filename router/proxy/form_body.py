@@ -1,4 +1,4 @@
-"""The model that a form names (multipart/form-data, RFC 7578), as used to send audio for transcription."""
+"""Finds the model that a form names (multipart/form-data, RFC 7578). Such forms carry audio for transcription."""
 
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -13,9 +13,9 @@ MAX_NAME_BYTES = 1_024
 
 
 def find_form_model(content_type: str, body: bytes, *, of_tenant: bool = False) -> str | None:
-    """The last field `model`, which is the one that engines use; None if there is none.
+    """The last `model` field, which is the one that engines use; None if there is none.
 
-    Raises UnreadableBody for a form that two parsers may read differently, and NotForClients for a field that clients must not
+    Raises UnreadableBody for a form that two parsers may read differently, or NotForClients for a field that clients must not
     send to engines.
     """
     border = b"\r\n--" + _boundary(content_type)

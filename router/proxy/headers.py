@@ -1,4 +1,4 @@
-"""Selects the headers forwarded to engines and back, and builds the decision header."""
+"""Selects the headers that are forwarded to engines and back, and builds the decision header."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -65,8 +65,9 @@ _LEFT_OUT = {
 def for_engine(
     headers: RawHeaders, added: Mapping[str, str], *, credentials: bool, of_tenant: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's. `of_tenant`:
-    leave out what tenants' clients may not say. What only routers read (hints, a tenant) reaches no engine.
+    """A request's headers for an engine. `added` replace those of the same name. `credentials`: keep the client's credentials.
+    `of_tenant`: leave out what tenants' clients may not say. Headers that only routers read (hints, a tenant) never reach an
+    engine.
 
     Control characters become spaces (RFC 9110, 5.5): HTTP clients refuse to send them.
     """
@@ -107,14 +108,14 @@ def for_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def decision_header(choice: Booked, read: RequestPrompt, *, attempt: int) -> tuple[bytes, bytes]:
-    """The decision as one header: a structured field (RFC 9651), the worker with parameters.
+    """The decision as one header. It is a structured field (RFC 9651): the worker, with parameters.
 
     `prefill`: a separate worker that computes the prompt, if any. `cached`: tokens that the engine computing the prompt should
-    find cached; `fetched`: how many of these it should fetch from the worker `source`; `unconfirmed`: how many of these no
-    event has confirmed, absent if none. `prompt`: the prompt's tokens; if unknown, `untokenized` gives the reason instead
-    (`media`: only the tokens before the first image are known). `attempt`: 1 for the first worker tried. `by`: the basis of the
-    choice; `open`: what did not answer in time for it, absent if everything did. `cost-us`: the expected cost; `ttft-us`: its
-    part up to the first token. `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
+    find cached; `fetched`: how many of these it should fetch from the worker `source`; `unconfirmed`: how many of these have
+    not been confirmed by any event, absent if none. `prompt`: the number of prompt tokens; if unknown, `untokenized` gives the
+    reason instead (`media`: only the tokens before the first image are known). `attempt`: 1 for the first worker tried. `by`:
+    the basis of the choice; `open`: which parts did not answer in time for it, absent if all did. `cost-us`: the expected cost;
+    `ttft-us`: its part up to the first token. `advice`: `queue` or `shed`, absent if an engine has room and meets the SLO.
     """
     prefill, decider = (choice.prefill, choice.decode) if isinstance(choice, PairChoice) else (None, choice)
     parts = [f'"{choice.worker_id}"', f"cached={choice.predicted_cached_tokens}"]

@@ -1,8 +1,8 @@
-"""A JSON body, read as engines read it, and written in the one form that all of them accept.
+"""Reads a JSON body as engines do, and writes it in the one form that all of them accept.
 
-vLLM reads bodies with `json.loads`, which also accepts UTF-8 with a byte order mark, UTF-16 and UTF-32; SGLang with orjson,
-which accepts only plain UTF-8. In both, the last of two equal keys wins. Half surrogate pairs are refused: vLLM accepts them in
-some fields and fails on them in others.
+vLLM reads bodies with `json.loads`, which also accepts UTF-8 with a byte order mark, UTF-16 and UTF-32; SGLang reads them with
+orjson, which accepts only plain UTF-8. In both, the last of two equal keys wins. Unpaired surrogates are refused: vLLM accepts
+them in some fields and fails on them in others.
 """
 
 import json
@@ -15,16 +15,16 @@ from kvatlas.runtime.json_text import decode_strictly
 from kvatlas_router.tokens.text_request import check_size
 
 MAX_DEPTH = 256
-"""Later readers of a body may recurse once per level; engines fail at about 1,000."""
+"""Code that reads the body later may recurse once per level; engines fail at about 1,000 levels."""
 _TOO_DEEP = f"the body is nested too deeply; expected at most {MAX_DEPTH} levels"
 
 
 class UnreadableBody(InvalidValue):
-    """A body that the router can't read, so engines must not get it either."""
+    """The router can't read a body, so engines must not get it either."""
 
 
 def read_object(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The object, and the body in plain UTF-8. Raises UnreadableBody, and InvalidValue for a large body."""
+    """The object, and the body in plain UTF-8. Raises UnreadableBody, or InvalidValue for a large body."""
     check_size(body)
     try:
         plain = body[:1] == b"{" and body[1:2] > b"\0"  # as almost always

@@ -1,7 +1,7 @@
-"""The model that a large JSON body names, found without decoding the rest or blocking the event loop.
+"""Finds the model that a large JSON body names, without decoding the rest or blocking the event loop.
 
-Decoding 57 MiB of JSON takes up to seconds and a gigabyte, and even in a thread lets nothing else run. So such a request is
-routed only by its length.
+Decoding 57 MiB of JSON can take seconds and a gigabyte of memory, and lets nothing else run, even if it is done in a
+thread. So such a request is routed only by its length.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ from router_client.pricing.transfer_protocol import WITHHELD, NotForClients
 SLICE_BYTES = 256 * 1024
 SLICE_STEPS = 1_000
 MAX_STEPS = 1 << 20
-"""Limit of quotes, brackets and braces in a body: about 0.5 s of work, in slices of less than a millisecond."""
+"""Limit on the number of quotes, brackets and braces in a body: about 0.5 s of work, in slices of less than a
+millisecond."""
 MAX_NAME_BYTES = 4_096
 MAX_DEEP_NAME_BYTES = 6 * max(map(len, WITHHELD))
-"""Longest name that matters in a nested object, with every letter escaped."""
+"""Length of the longest name that matters in a nested object, if every letter is escaped."""
 
 _DEEP = re.compile(rb'["{}\[\]]')
 _COLON = re.compile(rb"\s*:")
@@ -29,8 +30,9 @@ _SHALLOW = re.compile(rb'["{}\[\]:,]')
 async def find_model(body: bytes, *, of_tenant: bool = False) -> str | None:
     """The text under `model` in a JSON object; None if there is none. The engine judges the rest of the body.
 
-    Raises UnreadableBody if the body is not exactly one object, or has too many values to scan; NotForClients for a field of
-    WITHHELD at any depth, and `of_tenant` for one that tenants' clients may not send, or that names an engine's object.
+    Raises UnreadableBody if the body is not exactly one object, or has too many values to scan. Raises NotForClients for a
+    field of WITHHELD at any depth and, with `of_tenant`, for one that tenants' clients may not send or that names an
+    engine's object.
     """
     if json.detect_encoding(body[:4]) != "utf-8":
         raise UnreadableBody(f"the body has {len(body)} bytes; so large a body must be UTF-8 without a byte order mark")
@@ -88,7 +90,7 @@ def _check_name(name: str | None, body: bytes, *, of_tenant: bool, within: str |
 
 
 async def _end_of_text(body: bytes, start: int) -> int:
-    """The position after a text's closing quote. Raises UnreadableBody without one."""
+    """The position after a text's closing quote. Raises UnreadableBody if there is none."""
     at = start
     for step in range(1, MAX_STEPS + 1):
         quote = body.find(b'"', at, at + SLICE_BYTES)

@@ -1,4 +1,4 @@
-"""Predicts how long an attempt should take, to judge its engine's progress."""
+"""Predicts how long an attempt should take, as a basis for judging its engine's progress."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ _BY_THE_SERVER = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_toke
 def sent_attempt(
     choice: Choice, path: str, text: TextRequest | None, may_move: Callable[[frozenset[str], bool], bool] = stays
 ) -> SentAttempt:
-    """The attempt with its predicted time to the first byte, which comes with the first token of a stream, or with the last
-    one of any other answer. Times of other calls are not predicted but learned by path."""
+    """The attempt with its predicted time to the first byte, which arrives with the first token of a stream, or with the
+    last token of any other answer. Times of other calls are not predicted, but learned for each path."""
     endpoint = choice.endpoint
     predicted_us: int | None = None
     if text is None:

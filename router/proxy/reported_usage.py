@@ -11,7 +11,7 @@ from router_client.learning.token_counts import Usage
 
 
 def usage_fields(text: TextRequest) -> Mapping[str, Any]:
-    """Fields that a streamed request needs so that the stream ends with its usage."""
+    """Fields that a streamed request needs for the stream to end with its usage."""
     options = text.body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         return {}  # the engine refuses it
@@ -29,8 +29,8 @@ def usage_of_body(body: bytes) -> Usage | None:
 
 
 def usage_of_one_answer(text: TextRequest, usage: Usage | None) -> Usage | None:
-    """The usage of one answer: the mean of several answers to one prompt. None for several prompts, since only the first was
-    routed, so there is nothing to compare or learn."""
+    """The usage of one answer; for several answers to one prompt, their mean. None for several prompts: only the first of
+    them was routed, so there is nothing to compare or learn."""
     if usage is None or text.prompts > 1:
         return None
     return usage if text.choices == 1 else replace(usage, completion_tokens=usage.completion_tokens // text.choices)

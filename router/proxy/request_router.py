@@ -52,9 +52,9 @@ MOST_WARM_POOLS = 16
 WARM_CONNECTIONS = 8
 WARM_TOKENS = 1_024
 WARM_S = 5.0
-"""Longest time that startup spends on warming up."""
+"""The most time that startup spends on warming up."""
 PROBE_S = 600.0
-"""Longest time for a probe of a stalled engine, which stays stalled meanwhile."""
+"""The most time for a probe of a stalled engine, which stays stalled in the meantime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class RequestRouter:
     index: AnsweringIndex
 
     async def warm_up(self) -> None:
-        """Connect to the store and read what the first requests need, so that they don't fall open. Raises nothing: requests
+        """Connect to the store and read what the first requests need, so that they don't fall open. Raises nothing; requests
         wait for anything that was not read in time."""
         try:
             async with asyncio.timeout(WARM_S):
@@ -95,10 +95,10 @@ class RequestRouter:
 async def open_request_router(
     settings: RoutingSettings, near: bool, credentials_to: tuple[str, ...] = ()
 ) -> AsyncIterator[RequestRouter]:
-    """Open the parts, and export their counters. `near`: this process listens on loopback, so engines may be there too.
-    `credentials_to`: see `AddressPolicy`.
+    """Open the parts, and export their counters. `near`: this process listens on loopback, so engines may be on loopback
+    too. `credentials_to`: see `AddressPolicy`.
 
-    Raises SettingsError for a tokenizer that can't be read, and Unreachable or LayoutMismatch if the store can't be used and
+    Raises SettingsError for a tokenizer that can't be read, or Unreachable or LayoutMismatch if the store can't be used and
     `wait` is off.
     """
     slo = Slo(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
@@ -140,7 +140,7 @@ async def open_request_router(
 def build_admission(
     parts: RequestRouter, settings: RoutingSettings, counters: AdmissionCounters, *, apart: bool
 ) -> Admission:
-    """Build the admission as the settings say. `apart`: prefill and decode may be on two workers."""
+    """Build the admission according to the settings. `apart`: prefill and decode may run on two workers."""
     pairs = PairBooker(parts.client, parts.catalogue.records, apart=apart)
     avoidance = Avoidance(parts.ejections, parts.catalogue.workers_of, parts.progress.stalled_in)
     queue = AdmissionQueue(

@@ -1,5 +1,5 @@
-"""A request's trace: continues the caller's with a span of the router, and a child span for each attempt on an engine, which
-gets that span's context."""
+"""A request's trace. It continues the caller's trace with a span of the router and, for each attempt on an engine, a child
+span whose context the engine gets."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,13 +23,14 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Operation names of OpenTelemetry's GenAI conventions, by path."""
+"""Operation names from OpenTelemetry's GenAI conventions, by path."""
 
 
 def request_span(
     path: str, headers: Iterable[tuple[bytes, bytes]], *, method: str = "POST", model: str | None = None
 ) -> AbstractContextManager[Span]:
-    """The SERVER span of one request, a child of the caller's and current inside the block. No span while tracing is off."""
+    """The SERVER span of one request, a child of the caller's span and the current span inside the block. There is no span
+    while tracing is off."""
     if not tracing_enabled():
         return nullcontext(INVALID_SPAN)
     carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in _NAMES}
@@ -62,7 +63,8 @@ def engine_span(request: EngineRequest, choice: Choice, model: str | None = None
 
 
 def trace_headers(span: Span | None = None) -> Mapping[str, str]:
-    """Headers that continue a span, or the current one. Empty while tracing is off: the caller's own are then forwarded."""
+    """Headers that continue a span, or the current one. Empty while tracing is off: the caller's own headers are then
+    forwarded."""
     headers: dict[str, str] = {}
     if tracing_enabled():
         recording = span is not None and span.is_recording()
@@ -84,7 +86,7 @@ def describe_attempt(span: Span, *, worker_id: str, attempt: int, status: int | 
 
 
 def describe_first_token(span: Span, seconds: float) -> None:
-    """Record the first token, as an event of the attempt's span. `seconds`: since the client's request arrived."""
+    """Record the first token, as an event of the attempt's span. `seconds`: time since the client's request arrived."""
     if span.is_recording():
         span.add_event("first token", {"kvatlas.time_to_first_token": seconds})
 
@@ -99,7 +101,7 @@ def describe_usage(span: Span, usage: Usage | None) -> None:
 
 
 def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
-    """Record the client's answer on the request's span."""
+    """Record the answer to the client on the request's span."""
     if not span.is_recording():
         return
     span.set_attribute("http.response.status_code", status)
@@ -110,7 +112,7 @@ def describe_answer(span: Span, status: int, worker_id: str | None) -> None:
 
 
 def _span_name(method: str, path: str) -> str:
-    """The span's name. Omits unknown paths, which would make too many names."""
+    """The span's name. Unknown paths are left out, because they would create too many names."""
     return f"{method} {path}" if path in INFERENCE or path in _OWN else method
 
 

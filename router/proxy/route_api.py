@@ -42,7 +42,7 @@ class RouteApi:
         *,
         shed: bool = False,
     ) -> None:
-        """`shed`: refuse a request if so advised."""
+        """`shed`: refuse a request when the choice advises it."""
         self._held = held
         self._client = client
         self._bodies = RouteBodyReader(reader, catalogue)
@@ -56,10 +56,10 @@ class RouteApi:
 
         The body is an OpenAI request (with `messages` or `prompt`), or the hints of `kvatlas.request.RequestHints`, with these
         additions. `avoid`: workers that must not be chosen. `pd`: true to also get a separate prefill worker, if there is one.
-        `fetch`: true if the caller will add the fields that name a source of KV. `caller`: holds a bounded number of bookings;
-        its tenant is the request's.
+        `fetch`: true if the caller will add the fields that name a source of KV. `caller`: may hold a limited number of
+        bookings; its tenant is also the request's.
 
-        Raises InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed, TooManyHeld and Unreachable.
+        Raises InvalidValue, UnknownModel, NoWorkers, EnginesRest, RequestShed, TooManyHeld or Unreachable.
         """
         pd = body.pop("pd", False)
         if not isinstance(pd, bool):
@@ -89,7 +89,7 @@ class RouteApi:
         """Choose a worker for the router protocol's request: `tokens`, and any other hint, such as `model_id`.
 
         The answer is the protocol's selection result. `worker_id` is a number, as in the protocol, if the worker's id is one;
-        otherwise text. Nothing is booked, since the protocol does not report a request's end. Raises as `route` does.
+        otherwise text. Nothing is booked, since the protocol does not report a request's end. Raises what `route` raises.
         """
         if "tokens" not in body:
             raise InvalidValue("tokens is missing; expected a list of token ids")
@@ -111,10 +111,10 @@ class RouteApi:
     async def done(self, body: dict[str, Any], _: Caller) -> Mapping[str, Any]:
         """End a booking, or report its first token.
 
-        `id`: from `/kvatlas/route`. `phase`: `first_token` or `done` (default). `usage`: from the engine's answer. `status`:
-        the answer's HTTP status, 200 by default; 0 without an answer. `failed`: true if the request failed in another way.
-        `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, and Unreachable for another router's
-        booking.
+        `id`: the id that `/kvatlas/route` returned. `phase`: `first_token` or `done` (default). `usage`: taken from the
+        engine's answer. `status`: the answer's HTTP status, 200 by default; 0 if there was no answer. `failed`: true if the
+        request failed in another way. `timings`: the measured `ttft_us` and `tpot_us` (the median). Raises InvalidValue, or
+        Unreachable for another router's booking.
         """
         held_id, phase, status = body.get("id"), body.get("phase", "done"), body.get("status", 200)
         if not isinstance(held_id, str):
@@ -135,7 +135,7 @@ class RouteApi:
         return {"known": known}
 
     def _record(self, held_id: str, status: int, *, well: bool) -> None:
-        """Record what the end says about the worker."""
+        """Record what the request's end says about the worker."""
         booking = BookingId.parse(held_id)
         if booking is None or not booking.pool_id:
             return
@@ -181,7 +181,7 @@ def _choice_json(
 
 
 def _fetch_json(choice: Choice | PairChoice, text: TextRequest | None) -> dict[str, Any] | None:
-    """The fetch of the worker that computes the prompt: the source, and the request's fields that name it."""
+    """The fetch by the worker that computes the prompt: the source, and the request's fields that name it."""
     fetch = fetch_of(choice)
     if fetch is None:
         return None

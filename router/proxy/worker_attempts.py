@@ -1,4 +1,4 @@
-"""Attempts of one request on one worker after another, until the client has an answer.
+"""Attempts at one request, on one worker after another, until the client has an answer.
 
 The request may go to another worker until the first content of a successful answer arrives. Before that, the client gets
 nothing but a stream's comments, which keep its connection alive. The booking of each attempt ends with the attempt: as finished
@@ -43,15 +43,16 @@ from router_client.prefill_decode_result import PairChoice
 _log = logging.getLogger("kvatlas_router.proxy")
 
 LOST_STATUS = 502
-"""Status recorded for an answer that broke off, which is an engine's failure."""
+"""Status recorded for an answer that broke off, which counts as an engine's failure."""
 AGAIN_S = 0.25
-"""If no connection to any engine succeeded, they are tried again after this time."""
+"""If no engine could be connected to, they are all tried again after this time."""
 LEAVE_AGAIN_S = 5.0
-"""If no other worker continues a stalled engine's answer, others are tried again after this time."""
+"""If no other worker continues a stalled engine's answer, other workers are tried again after this time."""
 
 
 class WorkerAttempts:
-    """Books workers for requests and judges their answers. `most_attempts`: workers tried for one request."""
+    """Books workers for requests and judges their answers. `most_attempts`: maximum number of workers tried for one
+    request."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class WorkerAttempts:
         most_attempts: int = 4,
         continues: ContinueMode = ContinueMode.OFF,
     ) -> None:
-        """`continues`: which requests' streams continue elsewhere if their engine dies."""
+        """`continues`: the requests whose streams continue elsewhere if their engine dies."""
         self._continues = continues
         self._catalogue = catalogue
         self._relay = relay
@@ -76,7 +77,7 @@ class WorkerAttempts:
 
     async def run(self, request: ClientRequest, read: RequestPrompt, read_prompt: ReadPrompt) -> None:
         """Try workers until one answers, or none is left to try. The client gets an answer in any case. `read_prompt`: reads
-        what is asked for the rest of an answer."""
+        the prompt of a request for the rest of an answer."""
         pool_id = read.prompt.scope.pool_id
         if (ends := self._thought_ends.get(pool_id)) is None:
             ends = self._thought_ends[pool_id] = ThoughtEnds()
@@ -133,7 +134,7 @@ class WorkerAttempts:
         return False
 
     async def _try(self, attempts: Attempts) -> bool:
-        """Make one attempt. True if the client has its answer. Raises what booking raises."""
+        """Make one attempt. Returns True if the client has its answer. Raises whatever booking raises."""
         request, pool_id, read, continued = attempts.request, attempts.pool_id, attempts.read, attempts.answer
         choice = await self._book(read, attempts)
         try:
@@ -201,8 +202,8 @@ class WorkerAttempts:
     async def _go_on(
         self, attempts: Attempts, worker_id: str | None = None, error: EngineLost | EngineFailed | None = None
     ) -> bool:
-        """Handle an answer whose engine (this worker) died midway, or one choice of which ended after such a death. False to
-        let another worker continue; True if it has ended."""
+        """Handle an answer whose engine (this worker) died midway, or one choice of which ended after such a death. Returns
+        False if another worker should continue it; True if it has ended."""
         attempts.tried |= {worker_id} if worker_id is not None else frozenset()
         attempts.apart = False
         try:
@@ -230,7 +231,8 @@ class WorkerAttempts:
                 return True
 
     async def _try_others(self, attempts: Attempts, stalled: StalledAnswer) -> bool:
-        """Continue an answer at another worker. False if none can, and the client has got no more of the answer."""
+        """Continue an answer on another worker. Returns False if none can, and the client has received nothing more of
+        the answer."""
         read, number, decision = attempts.read, attempts.number, attempts.request.decision
         tried = attempts.tried = attempts.tried | {stalled.choice.worker_id}
         attempts.apart, attempts.stalled = False, stalled
@@ -238,7 +240,7 @@ class WorkerAttempts:
             attempts.read = await attempts.answer.prepare(read, stalled.error)
             if await self._try_workers(attempts):
                 return True
-            if attempts.stalled is None:  # another worker continued, and died
+            if attempts.stalled is None:  # another worker continued the answer, and died
                 await self._end_broken(attempts, Why.NO_WORKER)
                 return True
             why = attempts.line or "no other worker is left to try"
@@ -252,7 +254,7 @@ class WorkerAttempts:
         return False
 
     async def _leave_stalled(self, attempts: Attempts) -> None:
-        """Give up the engine whose answer stalled, now that another one answers."""
+        """Abandon the engine whose answer stalled, now that another one is answering."""
         stalled, attempts.stalled = attempts.stalled, None
         if stalled is None:
             return
@@ -263,8 +265,8 @@ class WorkerAttempts:
         _log.warning("worker %s: %s", worker_id, stalled.error)
 
     async def _end_broken(self, attempts: Attempts, why: Why | None) -> None:
-        """End a begun answer with its engine's error, since no worker can continue it. Raises CannotContinue instead while its
-        stalled engine may still continue it."""
+        """End a begun answer with its engine's error, since no worker can continue it. Raises CannotContinue instead as long
+        as its stalled engine may still continue it."""
         if attempts.stalled is not None:
             raise CannotContinue(why)
         self._counters.broken += 1
@@ -277,7 +279,8 @@ class WorkerAttempts:
         error: EngineRefused | EngineUnreachable | EngineLost | PrefillFailed,
         header: tuple[bytes, bytes],
     ) -> bool:
-        """Handle an attempt without an answer. False to try another worker; True if the client got the refusal."""
+        """Handle an attempt without an answer. Returns False if another worker should be tried; True if the client got
+        the refusal."""
         own_form = False
         if isinstance(error, PrefillFailed):
             self._counters.apart_failed += 1
@@ -301,13 +304,13 @@ class WorkerAttempts:
         attempts.free = not cause.connected
         self._ejections.record_bad(attempts.pool_id, worker_id, str(cause), unreachable=True)
         _log.warning("worker %s: %s; trying another", worker_id, cause)
-        if attempts.begun and cause.connected:  # perhaps what comes next killed two engines
+        if attempts.begun and cause.connected:  # perhaps whatever comes next in the answer killed two engines
             await self._end_broken(attempts, Why.SAME_TOKEN)
             return True
         return False
 
     def _record_failed(self, pool_id: str, worker_id: str, error: EngineFailed) -> bool:
-        """Record an answer that ended with the engine's error. True if that is the worker's fault."""
+        """Record an answer that ended with the engine's error. Returns True if that is the worker's fault."""
         if judge(error.status) is not Verdict.ELSEWHERE:
             self._counters.refused_by_engine += 1
             return False
@@ -316,8 +319,8 @@ class WorkerAttempts:
         return True
 
     def _may_move(self, attempts: Attempts, others: frozenset[str], began: bool) -> bool:
-        """True if a request that waits at a stalled engine may move to one of these. It keeps waiting if the budget is used
-        up."""
+        """True if a request that is waiting at a stalled engine may move to one of these workers. It keeps waiting if the
+        budget is used up."""
         if began and (attempts.stalled is not None or time.monotonic() < attempts.leave_at):
             return False
         if began and not attempts.answer.may_go_on:
@@ -336,8 +339,8 @@ class WorkerAttempts:
         *,
         own_form: bool,
     ) -> bool:
-        """Handle an engine's refusal. False to try another worker; True if the client got the refusal. `own_form`: the refused
-        request was not in the client's own form."""
+        """Handle an engine's refusal. Returns False if another worker should be tried; True if the client got the refusal.
+        `own_form`: the refused request was not in the client's own form."""
         request, answer = attempts.request, refusal.answer
         verdict = self._ejections.record_status(
             attempts.pool_id, worker_id, answer.status, answer.headers, str(refusal)
@@ -361,7 +364,7 @@ class WorkerAttempts:
         return True
 
     async def _blame_doubted(self, attempts: Attempts, worker_id: str) -> None:
-        """Record the doubted worker's refusal as its own failure, since this worker answers the same request."""
+        """Record the doubted worker's refusal as its own failure, since this worker answered the same request."""
         if attempts.doubted is None:
             return
         doubted, status = attempts.doubted
@@ -382,7 +385,7 @@ class WorkerAttempts:
         await request.refuse(kind, str(error), retry_after_s=error.retry_after_s)
 
     async def _book(self, read: RequestPrompt, attempts: Attempts) -> Booked:
-        """Book a worker that was not tried yet."""
+        """Book a worker that has not been tried yet."""
         request, prompt = attempts.request, read.prompt
         if attempts.number == 1:
             return await self._admission.admit(
@@ -407,7 +410,7 @@ class WorkerAttempts:
 
 
 async def _end_booking(choice: Booked, status: int) -> None:
-    """End a failed attempt's booking. The request continues without the store."""
+    """End a failed attempt's booking. If the store does not answer, the request continues anyway."""
     try:
         await choice.done(status=status)
     except Unreachable as error:

@@ -1,1 +1,2 @@
-"""Read-only queries of the index for other routers, in the formats that they know: which workers hold a prompt."""
+"""Read-only queries of the index for other routers, in the formats that they know. They ask which workers hold a
+prompt."""

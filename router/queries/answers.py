@@ -1,4 +1,4 @@
-"""Answers in the formats that other routers expect. All counts are tokens from the prompt's start."""
+"""Answers in the formats that other routers expect. All counts are numbers of tokens from the prompt's start."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,8 @@ from router_client.pricing.overlap import HeldPrefix
 
 
 def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
-    """The answer by tenant and instance: the longest start held on any media, on each single medium, and by rank."""
+    """The answer by tenant and instance: the longest part of the prompt's start that is held on any media, on each
+    single medium, and by each rank."""
     instances: dict[str, dict[str, Any]] = {}
     for match in matches:
         media = on_each_medium(match.held.runs)
@@ -22,7 +23,8 @@ def mooncake_answer(tenant: str, matches: Iterable[Match]) -> dict[str, Any]:
 
 
 def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
-    """`scores` and `dp`: tokens on the GPU, by rank. `cpu` and `disk` include nearer media."""
+    """The answer in Dynamo's format. `scores` and `dp`: tokens on the GPU, by rank. `cpu` and `disk` include nearer
+    media."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, dict[str, Any]] = {}
     on_gpu: list[int] = []
@@ -40,7 +42,8 @@ def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
 
 
 def own_answer(matches: Sequence[Match], usable: Mapping[str, int], most: int) -> list[dict[str, Any]]:
-    """Workers and shared stores, most tokens first. `usable`: tokens that each one's engine would not compute again."""
+    """Workers and shared stores, those with the most tokens first. `usable`: the tokens that each one's engine would
+    not compute again."""
     return [_own(match, usable.get(match.endpoint.id, 0)) for match in matches[:most]]
 
 
@@ -65,7 +68,7 @@ def _runs(held: HeldPrefix) -> list[dict[str, Any]]:
 
 
 def _raise(one: dict[str, Any], media: MediaTokens, names: Sequence[str]) -> None:
-    """Raise an instance's counts to those of its best rank."""
+    """Raise an instance's counts to those of its best rank so far."""
     for name, tokens in zip(names, media, strict=True):
         one[name] = max(one[name], tokens)
 

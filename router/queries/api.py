@@ -27,16 +27,16 @@ from router_client.prompt import Prompt
 
 MOST_MATCHES = 1_000
 PROVE_AGAIN_S = 10.0
-"""For a follower, a withdrawn key or an expired token stays valid for up to this long."""
+"""How long a withdrawn key or an expired token may stay valid for a follower."""
 MAX_HINT_TOKENS = 1 << 17
-"""Maximum number of token ids of a prompt in hints, whose fields are checked all at once."""
+"""Maximum number of token ids in the prompt of hints, because all of their fields are checked in one go."""
 
 
 Prove = Callable[[], Awaitable[Caller]]
 
 
 class QueryApi:
-    """`salt_is_tenant`: a query's cache salt is part of its tenant, and not of its hashes."""
+    """`salt_is_tenant`: a query's cache salt is part of its tenant, not of its hashes."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class QueryApi:
 
     async def query(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
         """Find the holders of a prompt of token ids, in Mooncake's or Dynamo's format. Raises InvalidValue, UnknownModel,
-        ForeignTenant and Unreachable."""
+        ForeignTenant or Unreachable."""
         return await self._answer(await asyncio.to_thread(read_question, body, by_hash=False), caller)
 
     async def query_by_hash(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Like `query`, for a prompt of block hashes."""
+        """Like `query`, but for a prompt of block hashes."""
         return await self._answer(await asyncio.to_thread(read_question, body, by_hash=True), caller)
 
     async def overlap(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Find the holders of a prompt: an OpenAI request (`messages` or `prompt`), or hints as for `/kvatlas/route`. Raises
-        what `read` raises."""
+        """Find the holders of a prompt, given as an OpenAI request (`messages` or `prompt`) or as hints, as for
+        `/kvatlas/route`. Raises whatever `read` raises."""
         read = await self.read(body, caller)
         scope = read.prompt.scope
         matches, usable = await self.find(read.prompt)
@@ -79,7 +79,7 @@ class QueryApi:
         }
 
     async def read(self, body: dict[str, Any], caller: Caller) -> RequestPrompt:
-        """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel and Unreachable."""
+        """The prompt of an OpenAI request or of hints. Raises InvalidValue, UnknownModel or Unreachable."""
         if isinstance(tokens := body.get("token_ids"), list):
             check_length("token_ids", len(tokens), MAX_HINT_TOKENS)
         read, _ = await self._bodies.read(body, caller)
@@ -89,17 +89,18 @@ class QueryApi:
         return read
 
     async def find(self, prompt: Prompt) -> tuple[Sequence[Match], dict[str, int]]:
-        """The prompt's holders, and how many tokens each one's engine would not compute again. Raises Unreachable."""
+        """Find the prompt's holders, and how many tokens each one's engine would not have to compute again. Raises
+        Unreachable."""
         matches = await self._holders.find(prompt)
         return matches, self._holders.usable_tokens(prompt, matches)
 
     async def prompt_of(self, question: Question, caller: Caller) -> Prompt:
-        """The query's prompt. Raises InvalidValue, UnknownModel, ForeignTenant and Unreachable."""
+        """The query's prompt. Raises InvalidValue, UnknownModel, ForeignTenant or Unreachable."""
         return await self._prompt(question, await self._scope(question, caller))
 
     async def keyed_by(self, model: str | None, caller: Caller) -> tuple[Scope, int, str]:
-        """The scope of a model (None: the only one), its workers' block size, and the hash chain that keys their blocks. Raises
-        InvalidValue if the workers differ in size or chain, UnknownModel and Unreachable."""
+        """The scope of a model (None: the only one), the block size of its workers, and the hash chain that keys their blocks.
+        Raises InvalidValue if the workers differ in block size or chain, UnknownModel, or Unreachable."""
         name = model or ""
         tenant_id = caller.tenant_id
         scope = await self._catalogue.scope_of(model, tenant_id or self._catalogue.tenant_id, seen_by=tenant_id)
@@ -116,7 +117,7 @@ class QueryApi:
         return scope, size, chain
 
     def prompt_of_hashes(self, scope: Scope, hashes: bytes, block_size: int, chain: str) -> Prompt:
-        """A prompt of precomputed hashes from a chain."""
+        """A prompt that consists of precomputed hashes from a chain."""
         return Prompt.of_hashes(replace(scope, chain=chain), hashes, block_size)
 
     async def workers(self, model: str | None, group: str | None, caller: Caller) -> Sequence[Mapping[str, Any]]:
@@ -136,9 +137,10 @@ class QueryApi:
     async def follow(
         self, caller: Caller, after: Position | None, prove: Prove | None = None
     ) -> AsyncGenerator[Change | None, None]:
-        """See `ChangeStreams.follow`. `prove`: proves again who the caller is, while it follows; None: it has to prove nothing.
+        """See `ChangeStreams.follow`. `prove`: proves again, while the caller follows, who it is; None: it does not have to
+        prove anything.
 
-        Raises ForeignTenant and what `prove` raises once the caller is no longer the same."""
+        Once the caller is no longer the same, raises ForeignTenant or whatever `prove` raises."""
         tenant_id = caller.tenant_id or self._catalogue.tenant_id
         await self._catalogue.records()
 

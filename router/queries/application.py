@@ -2,7 +2,7 @@
 
 /query, /query_by_hash        in the formats of Mooncake's conductor and Dynamo's indexer
 /kvatlas/overlap              by text, token ids or hashes, with the tokens that each engine would reuse
-/kvatlas/changes              the blocks held now and their changes, as server-sent events; resumable by position
+/kvatlas/changes              the blocks held now and all changes to them, as server-sent events; can be resumed from a position
 /workers                      in the format of Dynamo's indexer
 /health, /ready, /version     for probes
 
@@ -41,7 +41,7 @@ from kvatlas_router.tenancy.refusals import ForeignTenant
 from router_client.pricing.overlap import OverlapIndex, ReportsStatus
 
 CHANGING = ("/register", "/unregister", "/register_peer", "/deregister_peer")
-"""Paths through which other indexers are changed; refused here."""
+"""Paths through which other indexers can be changed. They are refused here."""
 
 Answer = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
 WhoAsks = Callable[[Request], Caller]
@@ -118,7 +118,7 @@ class IndexApplication:
 
 
 async def _as_events(first: Change | None, rest: AsyncGenerator[Change | None, None]) -> AsyncIterator[bytes]:
-    """Server-sent events, with comments while nothing happens, so that a lost client is noticed."""
+    """Convert changes to server-sent events, with comments while nothing happens, so that a lost client is noticed."""
     async with aclosing(rest):
         yield _event(first)
         with suppress(KvatlasError, *STORE_FAILURES):  # the client reconnects with its position
@@ -144,7 +144,7 @@ def _posted(answer: Answer, who: WhoAsks) -> Callable[[Request], Awaitable[Respo
 def _with_errors(
     counters: QueryCounters, handle: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap a handler, so that it is counted, and its errors become `{"error": line}`, as in other indexers."""
+    """Wrap a handler so that its calls are counted and its errors become `{"error": line}`, as in other indexers."""
 
     async def handled(request: Request) -> Response:
         try:

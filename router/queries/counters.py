@@ -17,8 +17,8 @@ from kvatlas_router.tenancy.refusals import KeysUnknown
 class QueryCounters:
     """Queries over HTTP and gRPC: plain integers since the server started.
 
-    `answered`, `refused` (the query's or its sender's fault), `failed` (such as without the store). `answer_time`: seconds for
-    each. `changes`: changes sent to followers that keep a copy.
+    Queries are `answered`, `refused` (the query or its sender is at fault) or `failed` (for instance because the store is
+    down). `answer_time`: seconds taken for each. `changes`: changes sent to followers that keep a copy.
     """
 
     answered: int = 0
@@ -29,7 +29,7 @@ class QueryCounters:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Count the outcome of one query, which the block answers."""
+        """Count the outcome of one query, which the block is to answer."""
         began = perf_counter()
         try:
             yield

@@ -12,7 +12,7 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A worker, or a shared store, that holds a prompt's start."""
+    """A worker or shared store that holds the start of a prompt."""
 
     record: FleetRecord
     held: HeldPrefix
@@ -27,7 +27,7 @@ class Match:
 
     @property
     def instance(self) -> str:
-        """The engine that the worker is a rank of; without ranks, the worker itself."""
+        """The engine of which the worker is a rank; without ranks, the worker itself."""
         return self.instance_of(self.endpoint)
 
     @staticmethod
@@ -54,7 +54,8 @@ class HolderQueries:
         return [record for _, record in sorted(records.items()) if record.may_see(tenant_id)]
 
     async def find(self, prompt: Prompt) -> Sequence[Match]:
-        """The prompt's holders, most tokens first. Raises Unreachable, and InvalidValue for out-of-range token ids."""
+        """The prompt's holders, those with the most tokens first. Raises Unreachable, or InvalidValue for out-of-range
+        token ids."""
         pool = await self._fleet.read_pool(prompt.scope.pool_id)
         found = await look_up_overlap(self._index, prompt, pool.looked_up_shapes)
         tenant_id = prompt.scope.tenant_id
@@ -66,7 +67,7 @@ class HolderQueries:
         return sorted(matches, key=lambda match: (-match.held.tokens, match.endpoint.id))
 
     def usable_tokens(self, prompt: Prompt, matches: Sequence[Match]) -> dict[str, int]:
-        """Tokens that each worker's engine would not compute again, by its own rule."""
+        """The tokens that each worker's engine would not compute again, according to the engine's own rule."""
         return {
             match.endpoint.id: match.held.usable_tokens(
                 self._rules.of(match.endpoint), prompt, match.endpoint.kind, match.block_size or 1
@@ -75,5 +76,5 @@ class HolderQueries:
         }
 
     async def close(self) -> None:
-        """End running reads."""
+        """End all running reads."""
         await self._fleet.close()

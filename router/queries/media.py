@@ -1,6 +1,6 @@
 """Counts how much of a prompt one worker holds on each medium, in the two ways that other indexes do.
 
-A run's tiers are those of its first and last block. The end of a worker's held prefix is exact.
+A run's tiers are known only for its first and last block. The end of a worker's held prefix is exact.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ DISK = frozenset({Tier.LOCAL_SSD, Tier.OBJECT_STORE})
 
 
 class MediaTokens(NamedTuple):
-    """Tokens from a prompt's start, by medium."""
+    """Numbers of tokens from a prompt's start, by medium."""
 
     gpu: int
     cpu: int
@@ -39,7 +39,7 @@ def _leading(runs: Sequence[Run], medium: Collection[Tier]) -> int:
 
 
 def _following(runs: Sequence[Run], first: int, medium: Collection[Tier]) -> int:
-    """Contiguous tokens on a medium from token `first` on."""
+    """The number of contiguous tokens on a medium from token `first` on."""
     position = tokens = 0
     for run in runs:
         end = position + run.tokens

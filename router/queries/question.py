@@ -1,8 +1,8 @@
 """Another router's query, read from JSON: the prompt, the model, and the form of the answer.
 
-Two forms share the paths `/query` and `/query_by_hash`. Mooncake's conductor names the model `model`, Dynamo's indexer
-`model_name`. Sources: kvcache-ai/Mooncake docs/source/api-reference/http/conductor-indexer.md (August
-2026); ai-dynamo/dynamo lib/kv-router/src/services/indexer/server.rs.
+Two forms share the paths `/query` and `/query_by_hash`. Mooncake's conductor calls the model `model`; Dynamo's indexer
+calls it `model_name`. Sources: kvcache-ai/Mooncake docs/source/api-reference/http/conductor-indexer.md (August 2026);
+ai-dynamo/dynamo lib/kv-router/src/services/indexer/server.rs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ MAX_HASHES = MAX_TOKENS // 16
 """Maximum number of hashes: that many tokens, in blocks of 16."""
 MAX_BLOCK_SIZE = 1 << 20
 ANY_TENANT = "default"
-"""Means the caller's own tenant, since a query must name one."""
+"""The name that means the caller's own tenant, since a query must name one."""
 ONLY_GROUP = "default"
-"""The routing group of all workers, as Dynamo names it."""
+"""Dynamo's name for the routing group of all workers."""
 
 
 class Form(Enum):
@@ -48,7 +48,8 @@ class Question:
 
 
 def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
-    """Read a query. Raises InvalidValue, which names the first wrong field. Slow for large queries: call it in a thread."""
+    """Read a query. Raises InvalidValue, whose message names the first wrong field. This is slow for large queries, so call
+    it in a thread."""
     named = [form for form in Form if form.value in body]
     if len(named) != 1:
         given = "both" if named else "neither"
@@ -83,13 +84,14 @@ def read_question(body: Mapping[str, Any], *, by_hash: bool) -> Question:
 
 
 def check_length(name: str, length: int, most: int) -> None:
-    """Raises InvalidValue for a longer list."""
+    """Check a list's length. Raises InvalidValue if it is longer than `most`."""
     if length > most:
         raise InvalidValue(f"{name} has {length} entries; expected at most {most}")
 
 
 def _hashes(body: Mapping[str, Any], form: Form) -> bytes:
-    """The query's sequence hashes. Dynamo sends hashes of each block alone; Mooncake, hashes of all tokens up to a block."""
+    """The query's sequence hashes. Dynamo sends hashes of each block alone; Mooncake sends hashes of all tokens up to the
+    end of each block."""
     if form is Form.DYNAMO:
         return chain_of_local_hashes(
             [_hash("block_hashes", value) for value in _list(body, "block_hashes", MAX_HASHES)]

@@ -1,5 +1,5 @@
-"""Reads the JSON of a query without delaying others: a long list of token ids in slices, with turns of the event loop between
-them, and a limited number of other values."""
+"""Reads the JSON of a query without delaying others: a long list of token ids is read in slices, with turns of the event loop
+between them, and the number of other values is limited."""
 
 import asyncio
 import re
@@ -19,13 +19,13 @@ LARGE_BODY = 64 << 10
 SLICE_BYTES = 64 << 10
 SLICE_TOKENS = 1 << 14
 MAX_VALUES = 1 << 17
-"""Limit of values besides token ids: as many as are decoded in a few milliseconds."""
+"""Limit on the number of values besides token ids; this many are decoded in a few milliseconds."""
 
 _TOKEN_IDS = re.compile(rb'"token_ids"\s*:\s*\[')
 
 
 async def read_question_body(body: bytes) -> dict[str, Any]:
-    """The JSON object. Raises UnreadableBody, and InvalidValue for too many values."""
+    """Read the JSON object. Raises UnreadableBody, or InvalidValue if there are too many values."""
     if len(body) <= LARGE_BODY:
         return read_object(body)[0]
     found = _TOKEN_IDS.search(body)

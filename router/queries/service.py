@@ -1,4 +1,5 @@
-"""Runs the index server as a process. Its replicas are stateless, so any number of them give the same answers."""
+"""Runs the index server as a process. Its replicas are stateless, so there can be any number of them, and all give the
+same answers."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -35,7 +36,7 @@ async def run_index_server(
 ) -> None:
     """Serve until cancelled. `ready` is called once, with the base URL and the gRPC port.
 
-    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, and Unreachable or
+    Raises SettingsError for an address that can't be listened on or a tokenizer that can't be read, or Unreachable or
     LayoutMismatch if the store can't be used and `wait` is off.
     """
     with ExitStack() as listeners:
@@ -63,7 +64,8 @@ async def run_index_server(
 
 @asynccontextmanager
 async def open_index_server(settings: IndexServerSettings) -> AsyncIterator[tuple[IndexApplication, int | None]]:
-    """Open the application with all its parts; yields it, and the port of the gRPC server, if any."""
+    """Open the application with all its parts; yields the application, and the port of the gRPC server if there is
+    one."""
     prompts = PromptSettings(salt_is_tenant=settings.salt_is_tenant)
     stack = AsyncExitStack()
     try:

@@ -34,7 +34,7 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 
 MOST_WORKERS = 48
-"""Limit of rows per table."""
+"""Maximum number of rows per table."""
 
 _HOLDERS = (
     Column("worker"),
@@ -125,7 +125,7 @@ def _remarks(read: RequestPrompt, choice: Booked) -> Iterable[Cell]:
 
 
 def _costs_table(title: str, ranking: Ranking, chosen: str) -> Table:
-    """The costs, with a column for each term that is not zero for every worker."""
+    """A table of the costs, with a column for each term that is not zero for all workers."""
     results = list(ranking.results[:MOST_WORKERS])
     if all(result.worker_id != chosen for result in results):
         results = [*(one for one in ranking.results if one.worker_id == chosen), *results]

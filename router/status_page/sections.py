@@ -116,7 +116,7 @@ def _last_row(decision: PastDecision, now_us: int) -> Sequence[Cell]:
 
 
 def _share_cell(part: int, whole: int) -> Cell:
-    """A percentage with its bar; a dash if there is nothing."""
+    """A percentage with its bar; a dash if the whole is zero."""
     return Cell(f"{part / whole:.0%}", share=min(1.0, part / whole)) if whole else QUIET_DASH
 
 

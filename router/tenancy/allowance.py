@@ -1,6 +1,6 @@
 """One router process's part of a client's requests or tokens per minute, drawn from the fleet's allowance ahead of use.
 
-No I/O. `AllowanceExchange` does the drawing; while the store is down, it draws from `LocalAllowances`.
+No I/O. The drawing is done by `AllowanceExchange`. While the store is down, it draws from `LocalAllowances`.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from kvatlas.fleet_store.allowances import MINUTE_S, MOST_DEBT, Draw, Drawn
 
 KEEP_S = 10.0
-"""Drawn amounts that stay unused for this long go back."""
+"""Drawn amounts that stay unused for this long are returned."""
 FADE = 0.8
-"""Factor by which expected use falls at each exchange."""
+"""Factor by which the expected use is multiplied at each exchange."""
 MOST_AHEAD = 0.1
-"""Largest share of an allowance that one process draws ahead of use. Other processes may lack it for some seconds."""
+"""Largest share of an allowance that one process draws ahead of use. Other processes may have to do without it for some
+seconds."""
 
 
 @dataclass(slots=True)
 class Allowance:
     """`size`: the amount that refills in a minute. `drawn`: the amount left for use here; negative if overdrawn. `left`: what
-    the fleet's allowance had left when last asked; None: never asked. `waiting`: the amount that requests wait for."""
+    was left of the fleet's allowance when the store was last asked; None: it has never been asked. `waiting`: the amount for
+    which requests are waiting."""
 
     name: str
     size: int
@@ -32,7 +34,7 @@ class Allowance:
     _expected: float = 0.0
 
     def take(self, amount: int, now_s: float) -> bool:
-        """Use this amount if it is available here."""
+        """Use this amount if it is available here. Returns whether it was."""
         if self.drawn < amount:
             return False
         self.drawn -= amount
@@ -41,11 +43,11 @@ class Allowance:
         return True
 
     def correct(self, amount: int) -> None:
-        """Record that this much more was used than taken; negative: less."""
+        """Record that this much more was used than was taken (negative: less)."""
         self.drawn -= min(amount, MOST_DEBT * self.size)
 
     def remaining(self, now_s: float) -> int:
-        """What the fleet's allowance has left, as far as this process knows."""
+        """What is left of the fleet's allowance, as far as this process knows."""
         if self.left is None:
             return self.size
         refilled = int((now_s - self.asked_s) * self.size / MINUTE_S)
@@ -59,8 +61,8 @@ class Allowance:
         return max(0.0, ready_s - now_s)
 
     def next_draw(self, now_s: float, *, ends: bool = False) -> Draw:
-        """The amounts to put back and to draw. What is put back is removed at once; what is drawn arrives by `add`. `ends`: no
-        more requests will come."""
+        """The amounts to put back and to draw. What is put back is removed immediately; what is drawn arrives through `add`.
+        `ends`: no more requests will come."""
         self._expected = max(2.0 * self._used, self._expected * FADE)
         if ends or now_s - self._used_s >= KEEP_S:
             self._expected = 0.0
@@ -83,7 +85,8 @@ class Allowance:
 
 
 class LocalAllowances:
-    """The fleet's allowances as this process last saw them, refilled at the full rate. Each process counts alone."""
+    """The fleet's allowances as this process last saw them, refilled at the full rate. Each process counts on its
+    own."""
 
     def __init__(self, most: int) -> None:
         self._most = most

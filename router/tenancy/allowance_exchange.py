@@ -1,7 +1,7 @@
-"""Settles clients' use with the fleet's allowances in the store: every EVERY_S, and at once if a request waits.
+"""Settles clients' use with the fleet's allowances in the store: every EVERY_S, and immediately if a request is waiting.
 
 A request waits only if its client has used little here recently, or is near its limit. While the store is down, each process
-counts alone, starting from what the fleet's allowances had left.
+counts on its own, starting from what was left of the fleet's allowances.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class AllowanceExchange:
     """Call `take` for each request. Allowances are shared between `start` and `stop`."""
 
     def __init__(self, shared: SharedAllowances | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shared=None`: this process counts alone."""
+        """`shared=None`: this process counts on its own."""
         self.clock = clock
         self.is_shared = False
         """True if the store took part in the last exchange."""
@@ -46,14 +46,14 @@ class AllowanceExchange:
             self._task.start()
 
     async def stop(self) -> None:
-        """Return what is unused."""
+        """Stop, and return what is unused."""
         if await self._task.stop():
             self._end_round()
             await self._exchange(ends=True)
         self.is_shared = False
 
     async def take(self, allowance: Allowance, amount: int) -> bool:
-        """Use this amount of an allowance. False if it is not available."""
+        """Use this amount of an allowance. Returns False if it is not available."""
         self._note(allowance)
         now_s = self.clock()
         if allowance.take(amount, now_s):
@@ -69,7 +69,7 @@ class AllowanceExchange:
         return allowance.take(amount, self.clock())
 
     def correct(self, allowance: Allowance, amount: int) -> None:
-        """Record that this much more was used than taken; negative: less."""
+        """Record that this much more was used than was taken (negative: less)."""
         self._note(allowance)
         allowance.correct(amount)
         if not self.is_shared:
@@ -80,7 +80,7 @@ class AllowanceExchange:
             self._used[allowance.name] = allowance
 
     async def _is_answered(self) -> bool:
-        """Wait briefly for the next exchange to end. True if it did."""
+        """Wait briefly for the next exchange to end. Returns True if it did."""
         self._wake.set()
         try:
             async with asyncio.timeout(2 * CALL_S):

@@ -42,7 +42,7 @@ from kvatlas_router.tenancy.caller import Caller, Limits
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _UNREADABLE = "\ufffd"
-"""Replaces bytes of a header that are not UTF-8."""
+"""Stands for bytes of a header that are not valid UTF-8."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -154,7 +154,7 @@ class Clients:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Raises InvalidValue (which names the entry and its field) or OSError."""
+        """Read a file. Raises InvalidValue (whose message names the entry and its field) or OSError."""
         try:
             found = tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -163,7 +163,7 @@ class Clients:
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Self:
-        """Raises InvalidValue."""
+        """Parse the file's content. Raises InvalidValue."""
         if unknown := sorted(found.keys() - {"clients", "issuers", "tenant_header"}):
             raise InvalidValue(f"{unknown[0]!r:.80} is not known; expected clients, issuers and tenant_header")
         header = found.get("tenant_header", "x-kvatlas-tenant")

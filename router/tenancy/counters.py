@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class TenancyCounters:
     """Plain integers since the router started. Requests: `proven`, `unproven` (refused: no valid credentials), `foreign`
-    (refused: they named another client's tenant), `over_requests`, `over_tokens` (refused by a limit) and `too_long` (refused
+    (refused: they name another client's tenant), `over_requests`, `over_tokens` (refused by a limit) and `too_long` (refused
     by the client's own body limit)."""
 
     proven: int = 0

@@ -1,4 +1,4 @@
-"""Where a server's clients prove who they are, and are held to their limits."""
+"""The place where a server's clients prove who they are and are held to their limits."""
 
 import logging
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class Entrance:
-    """The entrance of one server, whatever its protocols: a client's limits hold for all of them together. Counts and reports
-    refusals."""
+    """The entrance of one server, for all of its protocols: a client's limits apply to all of them together. Counts and
+    reports refusals."""
 
     def __init__(self, proof: Proof, exchange: AllowanceExchange, counters: TenancyCounters) -> None:
         self._proof = proof
@@ -27,19 +27,19 @@ class Entrance:
 
     @property
     def clients(self) -> Clients:
-        """The clients in the file as it is now."""
+        """The clients listed in the file as it is now."""
         return self._proof.clients
 
     async def admit(
         self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str] = frozenset()
     ) -> Permit:
-        """Admit one request until `Permit.end`; see `Proof.prove`. Raises what that raises, and OverLimit."""
+        """Admit one request until `Permit.end`; see `Proof.prove`. Raises whatever that raises, or OverLimit."""
         return await self.admit_caller(await self.prove(headers, address, certificate))
 
     async def prove(
         self, headers: Iterable[tuple[bytes, bytes]], address: str, certificate: frozenset[str] = frozenset()
     ) -> Caller:
-        """The sender of a request, or of a stream of requests. Raises what `Proof.prove` raises."""
+        """The sender of a request, or of a stream of requests. Raises whatever `Proof.prove` raises."""
         try:
             caller = await self._proof.prove(headers, address, certificate)
         except Unproven as error:
@@ -54,7 +54,7 @@ class Entrance:
         return caller
 
     def count_too_long(self, caller: Caller, line: str) -> None:
-        """Count a request above its client's limit, and report why it is refused."""
+        """Count a request that is longer than its client's limit, and log why it is refused."""
         self._counters.too_long += 1
         self._refusals.report("too long", f"request of client {caller.name} refused: {line}")
 

@@ -1,4 +1,5 @@
-"""Checks a JWT: its issuer, its audience, and the tenant that its claim names (RFC 7519; RFC 8725 on what to check)."""
+"""Checks a JWT: its issuer, its audience, and the tenant that its claim names (RFC 7519; RFC 8725 says what to
+check)."""
 
 import json
 import time
@@ -18,7 +19,7 @@ from kvatlas_router.tenancy.issuer_keys import IssuerKeys
 from kvatlas_router.tenancy.refusals import Unproven
 
 ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-"""Public keys only: with a shared secret, every party that can check a token can also make one."""
+"""Public keys only: with a shared secret, anyone who can check a token can also make one."""
 MOST_REMEMBERED = 10_000
 MOST_TOKEN_BYTES = 16 << 10
 LEEWAY_S = 30
@@ -37,7 +38,7 @@ class IssuedTokens:
         self._known: OrderedDict[bytes, tuple[float, IssuerKeys, int, Caller]] = OrderedDict()
 
     async def prove(self, token: bytes) -> Caller:
-        """The token's caller. Raises Unproven and KeysUnknown."""
+        """The token's caller. Raises Unproven or KeysUnknown."""
         digest = sha256(token).digest()
         if (known := self._known.get(digest)) is not None:
             until, keys, version, caller = known
@@ -71,7 +72,7 @@ class IssuedTokens:
 
 def _read_unchecked(token: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The unverified header and claims, used only to find the key to check with. PyJWT's own parsing takes longer than checking
-    the signature."""
+    a signature."""
     try:
         header, claims = (json.loads(base64url_decode(part)) for part in token.split(b".")[:2])
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""An issuer's public keys (a JWKS, RFC 7517, or one key in PEM), from a file or an address, reread periodically."""
+"""An issuer's public keys (a JWKS, RFC 7517, or one key in PEM format), read periodically from a file or an address."""
 
 import asyncio
 import json
@@ -17,11 +17,11 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas_router.tenancy.refusals import KeysUnknown
 
 AGE_S = 300.0
-"""Interval at which the keys of an address are read again. A withdrawn key stays valid for up to this time."""
+"""Interval at which the keys at an address are read again. A withdrawn key stays valid for up to this long."""
 FILE_AGE_S = 5.0
-"""Interval at which a file's keys are read again."""
+"""Interval at which the keys in a file are read again."""
 ASK_AGAIN_S = 10.0
-"""Minimum interval between reads if a token names an unknown key, or if keys could not be read."""
+"""Minimum interval between reads when a token names an unknown key, or when the keys could not be read."""
 READ_S = 5.0
 MOST_BYTES = 1 << 20
 
@@ -29,12 +29,12 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class IssuerKeys:
-    """`of` is cheap while the key is known. Safe to share between tasks of one event loop."""
+    """`of` is cheap while the key is known. Can be shared between tasks of one event loop."""
 
     def __init__(
         self, name: str, file: Path | None, url: str | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`name`: the issuer's, for the log. One of `file` and `url` is given."""
+        """`name`: the issuer's name, for the log. Either `file` or `url` must be given."""
         self.version = 0
         """Changes whenever the keys do."""
         self._name = name
@@ -60,7 +60,7 @@ class IssuerKeys:
         return found
 
     def refresh(self) -> None:
-        """Start rereading the keys if they are old. The known keys stay in use in the meantime."""
+        """Start reading the keys again if they are old. The known keys stay in use in the meantime."""
         if self._source and self._read_at is not None and self._clock() - self._read_at >= self._age_s:
             self._start()
 
@@ -106,8 +106,8 @@ class IssuerKeys:
 
 
 def parse_keys(source: bytes) -> Mapping[str, Any]:
-    """Signing keys by key id: those of a JWKS, or a single PEM key under ''. An empty JWKS gives none: all were withdrawn.
-    Raises InvalidValue for anything else without a key."""
+    """Signing keys by key id: those of a JWKS, or a single PEM key under ''. An empty JWKS results in none, which means
+    that all keys have been withdrawn. Raises InvalidValue for anything else without a key."""
     if source.lstrip().startswith(b"-----BEGIN "):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import load_pem_public_key

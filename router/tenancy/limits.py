@@ -1,6 +1,7 @@
-"""Each client's use and limits: requests and tokens, in flight in this process and per minute in the whole fleet.
+"""Each client's use and limits of requests and tokens, both in flight in this process and per minute in the whole
+fleet.
 
-Allowances per minute refill continuously, as OpenAI's do. After a pause, a whole minute's worth may come at once.
+Allowances per minute refill continuously, as OpenAI's do. After a pause, a whole minute's worth may be used at once.
 """
 
 import math
@@ -22,7 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 
 class OverLimit(KvatlasError):
     """A client has reached a limit. `retry_after_s`: seconds until the same request may pass; None: it never will. `tokens`:
-    it is a limit on tokens. `headers`: see `Permit.headers`; here, for a request that was not admitted."""
+    it is a limit on tokens. `headers`: like `Permit.headers`, but for a request that was not admitted."""
 
     def __init__(self, line: str, retry_after_s: float | None, *, tokens: bool, headers: Headers | None = None) -> None:
         super().__init__(line)
@@ -33,7 +34,7 @@ class OverLimit(KvatlasError):
 
 @dataclass(slots=True)
 class _Use:
-    """One client's requests and tokens in flight here, and its allowances. An allowance of None is no limit."""
+    """One client's requests and tokens in flight here, and its allowances. None as an allowance means no limit."""
 
     requests: int = 0
     tokens: int = 0
@@ -41,7 +42,7 @@ class _Use:
     of_tokens: Allowance | None = None
 
     def set_limits(self, caller: Caller) -> None:
-        """Take the caller's current limits, since the clients file may change them."""
+        """Adopt the caller's current limits, since the clients file may have changed them."""
         limits = caller.limits
         self.of_requests = _allowance(self.of_requests, "requests", caller.name, limits.requests_per_minute)
         self.of_tokens = _allowance(self.of_tokens, "tokens", caller.name, limits.tokens_per_minute)
@@ -69,7 +70,7 @@ class Permit:
         self._ended = False
 
     async def take_tokens(self, tokens: int) -> None:
-        """Take the tokens of its prompt and expected answer. Raises OverLimit."""
+        """Take the tokens of the request's prompt and expected answer. Raises OverLimit."""
         try:
             await self._take_tokens(tokens)
         except OverLimit:
@@ -93,18 +94,18 @@ class Permit:
             raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
     def note_sent(self, tokens: int) -> None:
-        """Record the tokens of the prompt and of what the client has of its answer. These count if the client disconnects
-        before the end, because no engine reports a usage then."""
+        """Record the tokens of the prompt and of the part of its answer that the client has. They are counted if the
+        client disconnects before the end, because then no engine reports a usage."""
         self._sent = tokens
 
     def correct(self, tokens: int) -> None:
-        """Replace the expected tokens by those that the engine reports at the end."""
+        """Replace the expected tokens with those that the engine reports at the end."""
         self._sent = 0
         if self._use.of_tokens is not None:
             self._exchange.correct(self._use.of_tokens, max(0, tokens) - self._tokens)
 
     def end(self) -> None:
-        """End the request. Ending twice is fine."""
+        """End the request. Calling this twice is harmless."""
         if not self._ended:
             self._ended = True
             if self._sent > self._tokens:
@@ -118,7 +119,7 @@ class Permit:
 
 
 def limit_headers(use: _Use, now_s: float) -> Headers:
-    """Headers `x-ratelimit-limit-requests` and so on."""
+    """The headers `x-ratelimit-limit-requests` and so on."""
     found: Headers = []
     for what, allowance in ((b"requests", use.of_requests), (b"tokens", use.of_tokens)):
         if allowance is not None:

@@ -1,4 +1,4 @@
-"""Finds a request's caller by its key, client certificate, trusted front's address or JWT."""
+"""Finds a request's caller by its key, its client certificate, the address of a trusted front, or its JWT."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvatlas_router.tenancy.issuer import IssuedTokens
 
 LOOK_S = 1.0
-"""Shortest time between checks of the file."""
+"""Minimum interval between checks of the file."""
 MOST_CALLERS = 100_000
 _NOTHING = "no key; send `Authorization: Bearer KEY`"
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvatlas_router.tenancy")
 
 
 class Proof:
-    """The clients of one file, which is read again when it changes. If it then can't be read, the previous clients stay in
+    """The clients in one file, which is read again when it changes. If it can't be read then, the previous clients stay in
     use."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class Proof:
         """The request's caller. `headers`: names in lower case. `certificate`: the names in the client's certificate, if it has
         a valid one.
 
-        Raises Unproven, ForeignTenant and KeysUnknown.
+        Raises Unproven, ForeignTenant or KeysUnknown.
         """
         self._look()
         headers = tuple(headers)

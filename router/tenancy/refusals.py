@@ -12,4 +12,4 @@ class ForeignTenant(KvatlasError):
 
 
 class KeysUnknown(KvatlasError):
-    """An issuer's keys can't be read, and never could be."""
+    """An issuer's keys can't be read, and never have been."""

@@ -25,7 +25,7 @@ class TokenizerBudget:
     while the tokenizer is slow but still answering. `most_pending`: concurrent calls to the tokenizer; other requests wait for
     a free slot, within the same deadline.
 
-    A token costs an engine about 40 us and a local tokenizer 1 us, so waiting is cheaper than a miss. In a burst, all requests
+    A token takes an engine about 40 us and a local tokenizer 1 us, so waiting costs less than a miss. In a burst, all requests
     are late together; with individual deadlines, all of the tokenizer's work would be wasted.
     """
 
@@ -35,7 +35,7 @@ class TokenizerBudget:
 
 
 class BudgetedTokenizer:
-    """Any tokenizer within a budget. Each failure is a CannotTokenize, counted by its reason.
+    """Keeps any tokenizer within a budget. Each failure becomes a CannotTokenize, counted by its reason.
 
     A late call continues in its thread and counts as pending until it ends. So a tokenizer that is too slow for its load gets
     fewer calls, and work never piles up.
@@ -53,7 +53,7 @@ class BudgetedTokenizer:
         self._log = RateLimitedLog(_log)
 
     async def token_ids(self, request: TextRequest) -> Sequence[int]:
-        """A text's token ids, as an array of machine words. Raises CannotTokenize (for a prompt with more than text, too), and
+        """A text's token ids, as an array of machine words. Raises CannotTokenize (also for a prompt with more than text), or
         InvalidValue for an out-of-range token id."""
         found = await self.prompt_tokens(request)
         if found.media or found.cut:
@@ -61,8 +61,8 @@ class BudgetedTokenizer:
         return found.ids
 
     async def prompt_tokens(self, request: TextRequest) -> PromptTokens:
-        """Any prompt's token ids, as an array of machine words. Raises CannotTokenize, and InvalidValue for an out-of-range
-        token id."""
+        """The token ids of any prompt, as an array of machine words. Raises CannotTokenize, or InvalidValue for an
+        out-of-range token id."""
         if (given := request.token_ids) is not None:
             self.counters.given += 1
             return PromptTokens(_check(given), request.media)
@@ -97,7 +97,7 @@ class BudgetedTokenizer:
         if self._slots.locked():
             await self._wait_for_slot(began_s)
         else:
-            await self._slots.acquire()  # at once
+            await self._slots.acquire()  # immediately
         task: asyncio.Task[Tokens] = asyncio.create_task(self._tokenizer.token_ids(request))
         self._pending.add(task)
         task.add_done_callback(self._discard)
@@ -116,7 +116,7 @@ class BudgetedTokenizer:
             _log.warning("tokenizer failed", exc_info=error)
             raise CannotTokenize(Why.FAILED, f"tokenizer: {type(error).__name__}: {error}") from error
         finally:
-            del task  # its error's traceback has this frame: a cycle, which would keep the request for a while
+            del task  # its error's traceback holds this frame: a cycle, which would keep the request alive for a while
 
     async def _wait_for_slot(self, began_s: float) -> None:
         slot = asyncio.ensure_future(self._slots.acquire())

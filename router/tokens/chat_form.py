@@ -1,5 +1,5 @@
-"""Converts conversations of other APIs to chats as engines do: vLLM 0.33 and SGLang 0.5.23 first turn requests of Anthropic's
-Messages and OpenAI's Responses APIs into a chat, each in its own way, and then render that chat.
+"""Converts conversations in other APIs to chats, as engines do: vLLM 0.33 and SGLang 0.5.23 first turn requests of
+Anthropic's Messages and OpenAI's Responses APIs into a chat, each in its own way, and then render that chat.
 
 Anything that depends on the model, the engine's settings or its memory is refused: no tokens are better than wrong ones.
 """
@@ -22,7 +22,8 @@ _RENDERED_BY_MODEL = {
     "response_format": ("kimi-k3", "kimi_k3", "cohere", "command-"),
     "tool_choice": ("kimi-k3", "kimi_k3"),
 }
-"""Fields that change the prompt only in vLLM's own renderers of these models, not in its `/tokenize` or a template."""
+"""Fields that change the prompt only in vLLM's own renderers for these models, not in its `/tokenize` or in a
+template."""
 _WITHOUT_EFFECT = (None, "auto", {"type": "text"})
 
 
@@ -36,7 +37,7 @@ def rendered_by_model(chat: TextRequest) -> str | None:
 
 
 def as_chat(request: TextRequest) -> TextRequest:
-    """The chat that its engine makes from a conversation. Raises CannotTokenize if a router can't know that chat."""
+    """The chat that the engine makes from a conversation. Raises CannotTokenize if a router can't know that chat."""
     forms = {Api.MESSAGES: chat_of_messages, Api.RESPONSES: chat_of_responses}
     form = forms.get(request.api)
     if form is None:

@@ -26,7 +26,8 @@ class ChatTemplate:
     """A tokenizer's named templates: `tool_use` for requests with tools, `default` for all others."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: `bos_token` and so on, for templates that use them. Raises SettingsError for a bad template."""
+        """`special_tokens`: `bos_token` and so on, for templates that use them. Raises SettingsError for an invalid
+        template."""
         self._special = dict(special_tokens or {})
         environment = _environment()
         try:
@@ -40,8 +41,8 @@ class ChatTemplate:
             raise SettingsError("no chat template; expected at least one")
 
     def render(self, request: TextRequest) -> str:
-        """A chat's text; with images or other media, only the text before the first one. Raises CannotTokenize for other
-        content, and if the template refuses the chat."""
+        """A chat's text; with images or other media, only the text before the first one. Raises CannotTokenize for any
+        other content, or if the template refuses the chat."""
         body, sglang = request.body, request.kind is EngineKind.SGLANG
         arguments = body.get("chat_template_kwargs")
         arguments = arguments if isinstance(arguments, dict) else {}
@@ -104,7 +105,7 @@ def _text(part: Any) -> str:
 
 
 def _up_to_final(text: str, message: Mapping[str, Any]) -> str:
-    """The text up to the end of the last message, for an answer that continues it."""
+    """The text up to the end of the last message, for an answer that continues that message."""
     content = message["content"]
     final = content if isinstance(content, str) else (content[-1]["text"] if content else "")
     at = text.rfind(final.strip())
@@ -125,7 +126,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here only its content counts."""
+    """`{% generation %}` marks the assistant's words for training; here, only its content matters."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -149,7 +150,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: jinja2.nodes.Template) -> bool:
-    """True if the template itself loops over a message's parts, so it must get them as a list, as in vLLM."""
+    """True if the template itself loops over a message's parts, so that it must get them as a list, as in vLLM."""
     names = {
         assignment.target.name
         for assignment in template.find_all(jinja2.nodes.Assign)

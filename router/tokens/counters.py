@@ -10,8 +10,8 @@ class TokenCounters:
     """Where requests' token ids came from: plain integers since the router started.
 
     `tokenized`, `given` (token ids in the request itself), and requests without token ids by reason: `late`, `busy`,
-    `unsupported`, `failed`, `no_engine` (no engine to ask; such a request has no worker either). `reading_time`: seconds spent
-    waiting for tokenizers.
+    `unsupported`, `failed`, `no_engine` (there was no engine to ask; such a request has no worker either). `reading_time`:
+    seconds spent waiting for tokenizers.
     """
 
     tokenized: int = 0

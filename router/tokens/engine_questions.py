@@ -1,9 +1,9 @@
-"""The calls that ask engines for a request's tokens, and their answers. Sources: vLLM 0.33 and SGLang 0.5.23.
+"""The calls that ask engines for a request's tokens, and the answers to these calls. Sources: vLLM 0.33 and SGLang 0.5.23.
 
-vLLM renders conversations of all three APIs (`/render` after the call's own path, with `--enable-scale-out`), with all fields
-of the request in effect. Its `/tokenize`, which every vLLM has, accepts chats but not all of their fields; missing fields are
-passed to the template if the effect is the same; otherwise the request gets no tokens. SGLang's `/tokenize` accepts the same
-body as its chats; older versions accept only text.
+vLLM renders conversations in all three APIs (`/render` after the call's own path, with `--enable-scale-out`), and all fields
+of the request take effect. Its `/tokenize`, which every vLLM has, accepts chats, but not all of their fields. A field that it
+does not accept is passed to the template if the effect is the same; otherwise the request gets no tokens. SGLang's
+`/tokenize` accepts the same body as its chats; older versions accept only text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _CHAT_FIELDS = (
 """Fields that vLLM's `/tokenize` reads."""
 _ONLY_ITS_ENGINE = "previous_response_id: only the engine has that answer"
 _NOT_FOR_SGLANG = ("stream", "stream_options", "add_generation_prompt", "add_special_tokens")
-"""SGLang ignores the last two in chats, but not in `/tokenize`."""
+"""Fields that SGLang does not get: it ignores the last two in chats, but not in `/tokenize`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,15 @@ class Question:
 
 
 def render_question(request: TextRequest) -> Question | None:
-    """The call to an engine that renders requests itself; None if the request needs no rendering, or the engine can't do it.
+    """The call that asks an engine to render the request; None if the request needs no rendering, or if the engine can't do
+    it.
 
-    Raises CannotTokenize for a request that continues an answer which only its engine has.
+    Raises CannotTokenize for a request that continues an answer that only its engine has.
     """
     if request.kind is EngineKind.SGLANG or not (request.api.is_conversation or request.api is Api.COMPLETIONS):
         return None
     if request.api is Api.COMPLETIONS and request.adds_to_prompt is None:
-        return None  # `/tokenize` gives the same
+        return None  # `/tokenize` gives the same result
     if request.body.get("previous_response_id"):
         raise CannotTokenize(Why.UNSUPPORTED, _ONLY_ITS_ENGINE)
     kept = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
@@ -74,7 +75,8 @@ def tokenize_question(request: TextRequest) -> Question:
 
 
 def question_before_media(request: TextRequest) -> Question:
-    """The call for the messages before the first one with images or other media. Raises CannotTokenize if there are none."""
+    """The call for the messages before the first one with images or other media. Raises CannotTokenize if there are no such
+    messages."""
     chat = as_chat(request)
     messages = chat.messages
     before = messages[: next((i for i, one in enumerate(messages) if media_parts(content_of(one))), 0)]
@@ -86,7 +88,8 @@ def question_before_media(request: TextRequest) -> Question:
 
 
 def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Sequence[int]:
-    """The token ids in an answer of `/tokenize`. `answer`: its JSON; None if it is not JSON. Raises CannotTokenize."""
+    """The token ids in an answer from `/tokenize`. `answer`: its JSON; None if it is not JSON. Raises
+    CannotTokenize."""
     tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
     if isinstance(tokens, list):
         return tokens
@@ -97,8 +100,8 @@ def read_tokens(request: TextRequest, url: str, status: int, answer: Any) -> Seq
 
 
 def read_rendered(answer: Any) -> PromptTokens | None:
-    """The tokens in vLLM's GenerateRequest: `token_ids`, and in `features` hashes and places by modality. None if the answer
-    is not such a request."""
+    """The tokens in vLLM's GenerateRequest: `token_ids` and, in `features`, hashes and places by modality. None if the
+    answer is not such a request."""
     if isinstance(answer, list) and answer:  # one for each prompt of a completion
         answer = answer[0]
     tokens = answer.get("token_ids") if isinstance(answer, dict) else None

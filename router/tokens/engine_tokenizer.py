@@ -1,8 +1,8 @@
 """The engine's own tokenizer over HTTP (extra `router`): exact, at the cost of a round trip.
 
-Conversations go to vLLM's `/render` (0.33, with `--enable-scale-out`), which gives exactly what the engine computes, including
-its hashes of images. For engines without it, and for SGLang, `/tokenize` is used; with images, only for the messages before the
-first one.
+Conversations go to vLLM's `/render` (0.33, with `--enable-scale-out`), which returns exactly what the engine computes,
+including its hashes of images. For engines without it, and for SGLang, `/tokenize` is used; if there are images, only for the
+messages before the first one.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens, Tokens
 from kvatlas_router.upstream.engine_client import EngineAway, EngineClient, Reply
 
 MOST_ASKED = 2
-"""Maximum number of engines asked for one request, in turn, if they don't answer."""
+"""Maximum number of engines that are asked, in turn, about one request if they don't answer."""
 PATIENCE_S = 0.1
-"""If an engine gave no answer at all for this time, another one is asked too. An engine that is merely busy gets longer, since
-asking every engine twice would not help it. Does not apply to images, which take time to process."""
+"""If an engine has given no answer at all for this long, another one is asked too. An engine that is merely busy gets more
+time, since asking two engines about everything would not help it. Does not apply to images, which take time to process."""
 REST_S = 5.0
-"""For this time, an engine that gave no answer within PATIENCE_S, or failed, is asked after all others."""
+"""How long an engine that failed, or gave no answer within PATIENCE_S, is asked only after all others."""
 ELSEWHERE = (401, 403, 408, 429)
 """Refusals that prove nothing about the request, so another engine is asked, as after a server error."""
 
 _NO_RENDER = (403, 404, 405, 501)
-"""Statuses of an engine that does not render requests; it is not asked again for ASK_AGAIN_S."""
+"""Statuses of an engine that does not render requests. It is not asked again for ASK_AGAIN_S."""
 ASK_AGAIN_S = 60.0
 
 Engines = Callable[[TextRequest], Awaitable[Sequence[str]]]
@@ -67,7 +67,7 @@ class EngineTokenizer:
         """Times until which engines are asked last, by URL."""
         self._answered: dict[str, float] = {}
         """Times of engines' last answers, by URL."""
-        self._asked_in_vain: dict[str, float] = {}  # times, by URL of engines that don't render requests
+        self._asked_in_vain: dict[str, float] = {}  # by URL: when an engine that does not render requests was asked
 
     async def token_ids(self, request: TextRequest) -> Tokens:
         """Raises CannotTokenize."""
@@ -82,7 +82,7 @@ class EngineTokenizer:
             return rendered
         failed = [url for url in able if url in self._resting]
         tokens = await self._tokenize(request, urls)
-        self._remember(failed)  # these engines answer other calls
+        self._remember(failed)  # these engines do answer other calls
         return tokens
 
     async def _tokenize(self, request: TextRequest, urls: Sequence[str]) -> Tokens:

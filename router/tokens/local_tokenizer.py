@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer and its chat template, in this process (extra `tokenizer`).
 
-A growing conversation costs only its new part. Tokenizers first cut a text at special tokens, so the text is encoded in pieces
-that begin at special tokens, and the token ids of recent pieces are cached.
+For a growing conversation, only the new part costs time. Tokenizers first cut a text at special tokens, so the text is encoded
+in pieces that begin at special tokens, and the token ids of recent pieces are cached.
 """
 
 import json
@@ -26,7 +26,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class LocalTokenizer:
-    """Makes token ids as vLLM and SGLang do: completions get special tokens, chats only those in their template.
+    """Makes token ids as vLLM and SGLang do: completions get special tokens; chats get only those in their template.
 
     `prompt_tokens` is a plain thread-safe function: `ThreadedTokenizer(local.prompt_tokens)`. `memo_bytes` bounds the cached
     pieces (text and token ids).
@@ -46,7 +46,7 @@ class LocalTokenizer:
     def from_folder(cls, folder: str | Path, *, memo_bytes: int = MEMO_BYTES) -> Self:
         """Read a model's folder: `tokenizer.json`, and the template in `chat_template.jinja` or `tokenizer_config.json`.
 
-        Raises SettingsError, which names the file.
+        Raises SettingsError, whose message names the file.
         """
         root = Path(folder)
         path = root if root.suffix == ".json" else root / "tokenizer.json"
@@ -59,14 +59,15 @@ class LocalTokenizer:
         return cls(tokenizer, _load_template(path.parent), memo_bytes=memo_bytes)
 
     def encode(self, request: TextRequest) -> Sequence[int]:
-        """Raises CannotTokenize (unsupported) for content other than text, and for a chat without a template."""
+        """Encode a request. Raises CannotTokenize (unsupported) for content other than text, and for a chat without a
+        template."""
         tokens = self.prompt_tokens(request)
         if tokens.cut:
             raise CannotTokenize(Why.UNSUPPORTED, "a message has images or other media; expected text")
         return tokens.ids
 
     def prompt_tokens(self, request: TextRequest) -> PromptTokens:
-        """Like `encode`, but for a chat with images, the token ids of the text before the first one."""
+        """Like `encode`; for a chat with images, returns the token ids of the text before the first image."""
         asked = request.body.get("add_special_tokens")
         if not request.api.is_conversation:
             prompt = request.prompt
@@ -100,7 +101,7 @@ class LocalTokenizer:
 
 
 class PieceMemo:
-    """An LRU cache of token ids by text piece. `hits` and `misses` count pieces."""
+    """An LRU cache that maps pieces of text to token ids. `hits` and `misses` count pieces."""
 
     def __init__(self, most_bytes: int) -> None:
         self.hits = 0
@@ -120,7 +121,7 @@ class PieceMemo:
             return ids
 
     def add(self, piece: str, ids: "array[int]") -> None:
-        """Keep a piece, unless it alone takes more than a quarter of the bound."""
+        """Keep a piece, unless it would take up more than a quarter of the space."""
         size = _bytes(piece, ids)
         if size > self._most_bytes // 4:
             return
@@ -144,8 +145,8 @@ def _bytes(piece: str, ids: "array[int]") -> int:
 def _cut_points(added: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
     """Matches the special tokens before which a text may be cut without changing its token ids.
 
-    Excludes tokens that strip white space on their left, need a word boundary, are found only in normalized text, or may begin
-    inside another token.
+    It excludes tokens that strip white space to their left, need a word boundary, are found only in normalized text, or may
+    begin inside another token.
     """
     tokens = list(added)
     names = [token.content for token in tokens]

@@ -1,4 +1,4 @@
-"""Converts requests of Anthropic's Messages API to chats as vLLM 0.33 and SGLang 0.5.23 do (both:
+"""Converts requests in Anthropic's Messages API to chats, as vLLM 0.33 and SGLang 0.5.23 do (both:
 `entrypoints/anthropic/serving.py`)."""
 
 import json
@@ -9,12 +9,13 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 _BILLING = "x-anthropic-billing-header"
-"""vLLM drops such blocks of the system prompt, since they differ in each request."""
+"""vLLM drops blocks of the system prompt that begin with this, since they differ in every request."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of_messages(body: Mapping[str, Any], kind: EngineKind) -> dict[str, Any]:
-    """The chat for a request. Raises CannotTokenize for anything that a router can't render as the engine does."""
+    """The chat for a messages request. Raises CannotTokenize for anything that a router can't render as the engine
+    does."""
     sglang = kind is EngineKind.SGLANG
     messages: list[dict[str, Any]] = []
     if system := _system_text(body.get("system"), sglang=sglang):
@@ -39,7 +40,7 @@ def _turns(message: Any, *, sglang: bool) -> Iterator[dict[str, Any]]:
     """The chat messages made from one message, in the engine's order."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant"):
-        raise _unknown(f"a message of role {role!r:.40} among the others")  # its place depends on the chat template
+        raise _unknown(f"a message of role {role!r:.40} among the others")  # where it goes depends on the chat template
     content = message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -86,7 +87,7 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(block.get("id"), str):
-        raise _unknown("a tool call without an id")  # the engine makes one up
+        raise _unknown("a tool call without an id")  # the engine invents one
     function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
     return {"id": block["id"], "type": "function", "function": function}
 
@@ -139,7 +140,7 @@ def _tools(body: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
 
 def _tool(tool: Mapping[str, Any], *, sglang: bool) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), dict):
-        raise _unknown(f"a tool of type {tool.get('type')!r:.40}")  # one of Anthropic's own
+        raise _unknown(f"a tool of type {tool.get('type')!r:.40}")  # one of Anthropic's own tools
     description = tool.get("description")
     said = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
     function = {"name": tool.get("name"), "description": description, "parameters": tool["input_schema"]}

@@ -12,14 +12,15 @@ from kvatlas_router.tokens.tokenizer import CannotTokenize, PromptTokens
 from router_client.prompt import Prompt
 
 MEDIA_TOKENS = 1_000
-"""Assumed tokens of an image (about one megapixel), to guess the length of a prompt with unknown tokens."""
+"""Assumed number of tokens in an image of about one megapixel, used to guess the length of a prompt whose tokens are
+unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSettings:
-    """`output_tokens`: expected for a request without a limit, until the router has learned better. `salt_is_tenant`: as set
-    for the publishers. `slo`: applies to all requests. `session_headers`: headers that name a session, in lower case; the first
-    present one counts."""
+    """`output_tokens`: the number expected for a request without a limit, until the router has learned better.
+    `salt_is_tenant`: must match the publishers' setting. `slo`: applies to all requests. `session_headers`: names, in lower
+    case, of headers that name a session; the first one that is present counts."""
 
     output_tokens: int = 128
     salt_is_tenant: bool = False
@@ -29,8 +30,8 @@ class PromptSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A request's prompt. `prompt_tokens=None`: unknown, for the reason in `untokenized`. The length is then a guess,
-    and the prompt matches nothing, or for `media`, only what precedes its first image."""
+    """A request's prompt. `prompt_tokens=None`: unknown, for the reason given in `untokenized`. The length is then a
+    guess, and the prompt matches nothing or, for `media`, only what precedes its first image."""
 
     prompt: Prompt
     prompt_tokens: int | None
@@ -79,7 +80,7 @@ class PromptReader:
         return RequestPrompt(prompt, None, "media") if tokens.cut else RequestPrompt(prompt, len(tokens.ids))
 
     def guess(self, scope: Scope, letters: int, request_id: str | None = None) -> RequestPrompt:
-        """The prompt of a request with unknown tokens, as long as `letters` characters usually are."""
+        """A prompt for a request with unknown tokens; its length is what `letters` characters usually take."""
         length = letters // LETTERS_A_TOKEN
         prompt = Prompt.of_hashes(
             scope,

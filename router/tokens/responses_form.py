@@ -1,5 +1,5 @@
-"""Converts requests of OpenAI's Responses API to chats as vLLM 0.33 (`entrypoints/openai/responses/utils.py`) and SGLang 0.5.23
-(`entrypoints/openai/serving_responses.py`) do."""
+"""Converts requests in OpenAI's Responses API to chats, as vLLM 0.33 (`entrypoints/openai/responses/utils.py`) and SGLang
+0.5.23 (`entrypoints/openai/serving_responses.py`) do."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,13 @@ from kvatlas.fleet.records import EngineKind
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 _REMEMBERED = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
-"""Fields that refer to content which only the engine has, or to a prompt in another form."""
+"""Fields that refer to content that only the engine has, or to a prompt in another form."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
 def chat_of_responses(body: Mapping[str, Any], kind: EngineKind) -> dict[str, Any]:
-    """The chat for a request. Raises CannotTokenize for anything that a router can't render as the engine does."""
+    """The chat for a responses request. Raises CannotTokenize for anything that a router can't render as the engine
+    does."""
     sglang = kind is EngineKind.SGLANG
     if (remembered := next((name for name in _REMEMBERED if body.get(name)), None)) is not None:
         raise _unknown(remembered)
@@ -88,7 +89,7 @@ def _add_message(
             last["content"] = text
         return
     if role not in ("user", "system", "developer") or (sglang and role != "user"):
-        raise _unknown(f"a message of role {role!r:.40}")  # its place depends on the chat template
+        raise _unknown(f"a message of role {role!r:.40}")  # where it goes depends on the chat template
     messages.append({"role": role, "content": content if isinstance(content, str) else _parts(content)})
 
 

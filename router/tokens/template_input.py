@@ -8,14 +8,15 @@ from typing import Any
 from kvatlas_router.tokens.tokenizer import CannotTokenize, Why
 
 MEDIA_MARK = "\ue000media\ue000"
-"""Marks an image in a rendered text."""
+"""Marks the place of an image in a rendered text."""
 _BILLING = "x-anthropic-billing-header"
 _TOOL_FIELDS = ("name", "description", "parameters")
 _OPTIONAL_TOOL_FIELDS = ("strict", "defer_loading")
 
 
 def vllm_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
-    """A message with the fields that vLLM knows: texts joined by line ends, after the images; with `parts`, a list in order."""
+    """A message with the fields that vLLM knows: texts are joined by line breaks and follow the images; with `parts`, a list in
+    the original order."""
     role = message.get("role")
     if role == "system":
         texts = [kept for text in texts if (kept := _without_billing(text)) is not None]
@@ -36,7 +37,7 @@ def vllm_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: boo
 
 
 def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: bool) -> dict[str, Any]:
-    """A message with all its fields: texts joined by spaces; with `parts`, a list in order."""
+    """A message with all its fields: texts are joined by spaces; with `parts`, a list in the original order."""
     shown = {name: value for name, value in message.items() if value is not None}
     is_list = isinstance(message.get("content"), list)
     shown["content"] = _parts(texts) if parts and is_list else " ".join(texts)
@@ -46,7 +47,8 @@ def sglang_message(message: Mapping[str, Any], texts: Sequence[str], *, parts: b
 
 
 def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools with vLLM's fields, in its order. Raises CannotTokenize if the engine's settings decide."""
+    """The tools with the fields that vLLM knows, in its order. Raises CannotTokenize if the result depends on the
+    engine's settings."""
     if not (tools := _listed(body.get("tools"))):
         return None
     if body.get("tool_choice") == "none":
@@ -57,7 +59,7 @@ def vllm_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def sglang_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools as the client described them; none, or only the required one, if `tool_choice` says so."""
+    """The tools as described by the client; none, or only the required one, if `tool_choice` says so."""
     tools, choice = _listed(body.get("tools")), body.get("tool_choice")
     if not tools or choice == "none":
         return None

@@ -1,4 +1,4 @@
-"""The body of a request for tokens, as far as a router needs it. The engine checks the rest."""
+"""The body of a request for tokens, as much of it as a router needs. The engine checks the rest."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ MAX_PARSED_BYTES = 8 << 20
 """Enough for a million token ids with their commas, decoded in about 30 ms."""
 MAX_PARSED_CONTAINERS = 1 << 17
 LETTERS_A_TOKEN = 4
-"""Characters per token, in most texts and models."""
+"""Characters per token for most texts and models."""
 MAX_SESSION_LETTERS = 256
-"""Longer session names are ignored, because names are stored and senders are not trusted."""
+"""Longer session names are ignored, because session names are stored and their senders are not trusted."""
 
 
 class Api(StrEnum):
     """Engine calls whose prompts are read; the value is the path.
 
-    OpenAI's three, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`: the router
-    refuses an invalid body; for the other calls the engine does, in the form of their API. `is_conversation`: the engine's chat
-    template makes the prompt.
+    They are OpenAI's three calls, Anthropic's Messages, SGLang's own `/generate`, and vLLM's call with token ids. `is_checked`:
+    the router refuses an invalid body; for the other calls, the engine does so in the form of their API. `is_conversation`: the
+    engine's chat template makes the prompt.
     """
 
     COMPLETIONS = "/v1/completions"
@@ -52,7 +52,7 @@ _PROMPTS = {
     Api.GENERATE: ("input_ids", "text"),
     Api.TOKENS: ("token_ids",),
 }
-"""The fields that hold the prompt; the first present one counts."""
+"""The fields that hold the prompt; the first one that is present counts."""
 _OUTPUT_LIMITS = {
     Api.COMPLETIONS: ("max_tokens",),
     Api.CHAT: ("max_completion_tokens", "max_tokens"),
@@ -61,7 +61,7 @@ _OUTPUT_LIMITS = {
     Api.GENERATE: ("max_new_tokens",),
     Api.TOKENS: ("max_tokens",),
 }
-"""The fields that limit an answer's tokens. Engines ignore those of other calls."""
+"""The fields that limit the number of tokens in an answer. Engines ignore those that belong to other calls."""
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _TOKENS_OR_TEXT = "a text or a list of token ids"
 _EXPECTED = {
@@ -80,8 +80,8 @@ _NESTED_SAMPLING = (Api.GENERATE, Api.TOKENS)
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """One request. `body` is its unchecked JSON; the properties read what a router needs. `kind` and `scope`: the kind of its
-    engines and its identity scope. The kind and the scope's model decide how a conversation is rendered. Only engines that
-    serve the scope, and may see its tenant's prompts, may tokenize it. None: not known yet."""
+    engines, and its identity scope. The kind and the scope's model determine how a conversation is rendered. Only engines
+    that serve the scope and may see its tenant's prompts may tokenize it. None: not known yet."""
 
     api: Api
     body: Mapping[str, Any]
@@ -105,12 +105,12 @@ class TextRequest:
         return request
 
     def of_engines(self, kind: EngineKind, scope: Scope) -> "TextRequest":
-        """The same request, once its engines are known."""
+        """The same request, now that its engines are known."""
         return TextRequest(self.api, self.body, kind, scope)
 
     @property
     def model_id(self) -> str | None:
-        """The model of its engines."""
+        """The model that its engines run."""
         return None if self.scope is None else self.scope.model_id
 
     @property
@@ -132,7 +132,8 @@ class TextRequest:
     @property
     def adapter(self) -> str | None:
         """The adapter that `lora_path` names in addition to the model. Only SGLang reads it, and prefers the adapter in a
-        model's name, `base:adapter`. A list, which SGLang takes for a batch, gives a name for which nothing is cached."""
+        model's name, `base:adapter`. A list, which SGLang takes to be a batch, results in a name for which nothing is
+        cached."""
         name = self.body.get("lora_path") if self.kind is EngineKind.SGLANG else None
         return str(name)[:100] if name else None
 
@@ -157,14 +158,14 @@ class TextRequest:
 
     @property
     def _samplings(self) -> Sequence[Mapping[str, Any]]:
-        """The same, as a list. SGLang also takes a list, with an object for each prompt."""
+        """The same, as a list: SGLang also accepts a list with one object for each prompt."""
         found = self.body.get("sampling_params") if self.api is Api.GENERATE else None
         return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else (self.sampling,)
 
     @property
     def output_tokens(self) -> int | None:
-        """The request's own limit on generated tokens, if any. If it sets two, the larger one counts: engines rank them
-        differently."""
+        """The request's own limit on generated tokens, if any. If it sets two, the larger one counts, since engines
+        differ in which one they prefer."""
         names = _OUTPUT_LIMITS[self.api]
         most = max((_as_integer(one.get(name)) for one in self._samplings for name in names), default=0)
         return min(most, MAX_OUTPUT_TOKENS) if most > 0 else None
@@ -187,8 +188,9 @@ class TextRequest:
     def cache_reading(self) -> CacheReading:
         """The request's limits on reading the engine's prefix cache.
 
-        vLLM computes the whole prompt for `prompt_logprobs` (0 too), and for `logprobs` of a completion with `echo`; SGLang
-        from `logprob_start_len` on with `return_logprob`, and the whole prompt for `logprobs` with `echo`.
+        vLLM computes the whole prompt for `prompt_logprobs` (even if it is 0), and for `logprobs` in a completion with
+        `echo`. SGLang computes it from `logprob_start_len` on for `return_logprob`, and all of it for `logprobs` with
+        `echo`.
         """
         body, sampling = self.body, self.sampling
         echoes = self.api is Api.COMPLETIONS and body.get("echo") is True and body.get("logprobs") is not None
@@ -228,7 +230,7 @@ class TextRequest:
 
     @property
     def all_choices(self) -> int:
-        """The number of answers that it asks for."""
+        """The total number of answers that the request asks for."""
         return self.choices * self.prompts
 
     @property
@@ -259,20 +261,20 @@ class TextRequest:
 
     @property
     def adds_to_prompt(self) -> str | None:
-        """A field that makes the engine compute different or additional tokens, not just those in the prompt's field; None if
-        there is none."""
+        """The name of a field that makes the engine compute tokens other than those in the prompt's field; None if there is
+        none."""
         return next((name for name in _ADDITIONS.get(self.api, ()) if self.body.get(name)), None)
 
     @property
     def media(self) -> Sequence[MediaItem]:
         """Images and other media among the token ids of `/inference/v1/generate`, by their hashes and places in `features`.
-        Raises InvalidValue for features in another form."""
+        Raises InvalidValue if `features` has a different form."""
         features = self.body.get("features") if self.api is Api.TOKENS else None
         return read_media(features) if features else ()
 
     @property
     def letters(self) -> int:
-        """The approximate length of the text in characters; a token id counts as four."""
+        """The approximate length of the text in characters; a token id counts as four characters."""
         if not self.api.is_conversation:
             prompt = self.prompt
             return len(prompt) if isinstance(prompt, str) else 4 * len(prompt)
@@ -284,7 +286,7 @@ class TextRequest:
 
     @property
     def media_items(self) -> int:
-        """The number of images and other parts of a conversation that are not text."""
+        """The number of images and other non-text parts in a conversation."""
         if not self.api.is_conversation:
             return 0
         _, messages = self.named_prompt
@@ -324,12 +326,12 @@ _MOST_NESTED = 6
 
 
 def _is_set(value: Any) -> bool:
-    """A flag as engines read it: they also take 1 and "yes" for true."""
+    """A flag as engines read it: they also take 1 and "yes" as true."""
     return value == 1 or (isinstance(value, str) and value.lower() in _TRUE)
 
 
 def _as_integer(value: Any) -> int:
-    """A field's integer as engines read it: they also take 8.0 and "8" for 8. 0 for anything else."""
+    """A field's integer as engines read it: they also take 8.0 and "8" as 8. Returns 0 for anything else."""
     if not isinstance(value, (int, float, str)):
         return 0
     try:
@@ -339,7 +341,7 @@ def _as_integer(value: Any) -> int:
 
 
 def is_session_id(value: object) -> bool:
-    """True if it is a valid session name: not too long, and without control characters."""
+    """True if the value is a valid session name: not too long, and without control characters."""
     return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_LETTERS and value.isprintable()
 
 
@@ -356,7 +358,8 @@ def read_media(features: Any) -> list[MediaItem]:
 
 
 def is_large(body: bytes) -> bool:
-    """True if decoding the body would take too long or too much memory. An array takes about 30 times its own bytes."""
+    """True if decoding the body would take too long or too much memory. A decoded array takes about 30 times as many
+    bytes as its text."""
     if len(body) <= MAX_PARSED_CONTAINERS:
         return False
     return len(body) > MAX_PARSED_BYTES or body.count(b"[") + body.count(b"{") > MAX_PARSED_CONTAINERS
@@ -370,7 +373,7 @@ def check_size(body: bytes) -> None:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that must be a JSON object. Raises InvalidValue, also for a large one."""
+    """Decode a body that must be a JSON object. Raises InvalidValue, also for a body that is too large."""
     check_size(body)
     try:
         decoded = decode(body)
@@ -382,13 +385,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def is_media(part: Any) -> bool:
-    """True if a part of a message's content is an image, audio or video. Like engines, judges parts without a type by their
-    fields."""
+    """True if a part of a message's content is an image, audio or video. As in engines, parts without a type are judged by
+    their fields."""
     return isinstance(part, dict) and _MEDIA.search(str(part.get("type") or " ".join(part))) is not None
 
 
 def media_parts(content: Any, nested: int = _MOST_NESTED) -> int:
-    """The number of media parts in a message's content, including those in results of tools."""
+    """The number of media parts in a message's content, including those in tool results."""
     if not isinstance(content, list) or not nested:
         return 0
     return sum(1 if is_media(part) else media_parts(content_of(part), nested - 1) for part in content)

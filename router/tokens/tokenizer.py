@@ -33,7 +33,7 @@ class CannotTokenize(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Token ids of a prompt with images or other media: all ids and the items' places, or if `cut`, only the ids before the
+    """Token ids of a prompt with images or other media: all ids and the items' places or, if `cut`, only the ids before the
     first item."""
 
     ids: Sequence[int]
@@ -42,14 +42,14 @@ class PromptTokens:
 
 
 Tokens = Sequence[int] | PromptTokens
-"""Token ids of a text, or of a prompt with more than text."""
+"""Token ids of a text, or of a prompt that has more than text."""
 
 
 class Tokenizer(Protocol):
-    """Finds all token ids that the engine will compute for a request's first prompt, in order."""
+    """Finds all the token ids, in order, that the engine will compute for a request's first prompt."""
 
     async def token_ids(self, request: TextRequest) -> Tokens:
-        """Never blocks the event loop. Raises CannotTokenize."""
+        """Find the token ids without blocking the event loop. Raises CannotTokenize."""
         ...
 
 
@@ -58,8 +58,8 @@ _RENDERED = frozenset({"chat_template", "chat_template_kwargs", "documents", "fu
 
 
 def _is_short(request: TextRequest, letters: int) -> bool:
-    """True if rendering and tokenizing takes little time: the prompt has fewer `letters`. In a conversation, every name and
-    value counts, plus one letter each, because templates read more fields than those with text."""
+    """True if rendering and tokenizing are quick: the prompt has fewer than `letters` letters. In a conversation, every
+    name and value counts, plus one letter for each, because templates also read fields other than the text."""
     if _RENDERED & request.body.keys():
         return False
     if not request.api.is_conversation:
@@ -78,17 +78,18 @@ def _is_short(request: TextRequest, letters: int) -> bool:
 
 
 class ThreadedTokenizer:
-    """Runs a plain function in its own threads. The function must be safe to run in `threads` threads at once."""
+    """Runs a plain function in its own threads. The function must be safe to run in `threads` threads at the same
+    time."""
 
     def __init__(self, function: Callable[[TextRequest], Tokens], threads: int = 2, *, inline_letters: int = 0) -> None:
-        """`inline_letters`: for a request with fewer letters, counting all fields of a conversation, the function is called
-        directly: that takes less time than switching threads."""
+        """`inline_letters`: for a request with fewer letters than this, counting all fields of a conversation, the function
+        is called directly, since that takes less time than switching threads."""
         self._function = function
         self._inline_letters = inline_letters
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvatlas-tokenizer")
 
     async def token_ids(self, request: TextRequest) -> Tokens:
-        """Raises what the function raises. Cancelling the caller doesn't stop the function."""
+        """Raises whatever the function raises. Cancelling the caller doesn't stop the function."""
         if _is_short(request, self._inline_letters):
             return self._function(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, request)
@@ -109,5 +110,6 @@ class AwaitedTokenizer:
 
 
 def to_array(token_ids: Sequence[int]) -> "array[int]":
-    """Token ids as machine words: four bytes each, and faster to hash. Raises OverflowError and TypeError."""
+    """Token ids as machine words, which take four bytes each and are faster to hash. Raises OverflowError or
+    TypeError."""
     return token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)

@@ -1,4 +1,4 @@
-"""Names of engines and their addresses, cached for a moment."""
+"""Host names of engines and their addresses, cached for a moment."""
 
 import asyncio
 import socket
@@ -8,14 +8,15 @@ RESOLVED_S = 2.0
 
 
 class NameLookups:
-    """Requests to one name share a lookup, which continues if they are cancelled, because each lookup takes a thread."""
+    """Looks up names. Because each lookup takes a thread, requests to one name share a lookup, which continues if they
+    are cancelled."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[str]]] = {}
         self._running: dict[str, asyncio.Task[list[str]]] = {}
 
     async def addresses(self, name: str) -> list[str]:
-        """The addresses of a name, in the resolver's order. Raises OSError, and ValueError for text that is not a name."""
+        """The addresses of a name, in the resolver's order. Raises OSError, or ValueError for text that is not a name."""
         known_at, known = self._known.get(name, (0.0, []))
         if known and asyncio.get_running_loop().time() - known_at <= RESOLVED_S:
             return known
@@ -32,7 +33,7 @@ class NameLookups:
             del lookup  # see `wait_patiently`
 
     def close(self) -> None:
-        """Give up the running lookups."""
+        """Abandon the running lookups."""
         for lookup in self._running.values():
             lookup.cancel()
 
@@ -49,6 +50,7 @@ class NameLookups:
 
 
 def _take_failure(lookup: "asyncio.Task[list[str]]") -> None:
-    """Retrieve a failure. If all waiting callers were cancelled, asyncio would otherwise log that it never was."""
+    """Retrieve a failure. If all waiting callers were cancelled, asyncio would otherwise log that it was never
+    retrieved."""
     if not lookup.cancelled():
         lookup.exception()

@@ -1,4 +1,4 @@
-"""Which addresses the proxy connects to, and which of them get clients' credentials.
+"""Decides which addresses the proxy connects to, and which of them get clients' credentials.
 
 A worker's address is what its publisher advertised. We check the resolved address, not just the name: DNS may change between
 check and connect.
@@ -13,10 +13,10 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class AddressPolicy:
-    """`allowed`: the only addresses to connect to. Without it, connections may go to private addresses, to those that indexers
-    vouch for because the publisher's identity names them, and to loopback only if the proxy itself is on loopback (`near`).
-    Link-local addresses are never allowed. `credentials_to`: addresses that get clients' credentials. `access`: keys and
-    authorities for our own calls."""
+    """`allowed`: the only addresses to connect to. If not given, connections may go to private addresses, to addresses that
+    indexers vouch for because the publisher's identity names them and, only if the proxy itself is on loopback (`near`), to
+    loopback. Link-local addresses are never allowed. `credentials_to`: addresses that get clients' credentials. `access`: keys
+    and certificate authorities for our own calls."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AddressPolicy:
             self._workers = {record.endpoint.url: record.endpoint.id for record in listed}
 
     def allows(self, host: str, port: int, ip: Ip) -> bool:
-        """True if a connection to `ip`, which the host resolved to, is allowed."""
+        """True if a connection to `ip`, to which the host resolved, is allowed."""
         if is_never_an_engine(ip):
             return False
         if self._allowed is not None:

@@ -1,4 +1,4 @@
-"""One attempt on one engine: its answer from the first byte on, or why there is none."""
+"""One attempt on one engine: its answer from the first byte on, or the reason why there is none."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ from router_client.learning.timings import AnswerClock
 
 
 class EngineRefused(KvatlasError):
-    """The engine refused this request; `answer` says why."""
+    """The engine refused the request; `answer` says why."""
 
     def __init__(self, line: str, answer: "WholeAnswer") -> None:
         super().__init__(line)
@@ -29,7 +29,7 @@ class EngineRefused(KvatlasError):
 
 
 class EngineStalled(EngineUnreachable):
-    """The engine makes no progress, and the request was given up before its first byte."""
+    """The engine makes no progress, and the request was abandoned before its first byte."""
 
     def __init__(self, line: str) -> None:
         super().__init__(line, connected=True)
@@ -41,7 +41,7 @@ class EngineHangs(EngineLost):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request to an engine. `path`: as the client wrote it, percent-encoded."""
+    """A request to an engine. `path`: the path as written by the client, percent-encoded."""
 
     method: str
     path: str
@@ -51,7 +51,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """A complete answer. `clock`: when it arrived. `span`: of its attempt."""
+    """A complete answer. `clock`: the times at which it arrived. `span`: the span of its attempt."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -62,11 +62,11 @@ class WholeAnswer:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer whose first bytes have arrived: an iterator over its body. It raises EngineLost, and EngineHangs if `watched`
-    gives it up for now; after `watched.stay()`, reading can continue.
+    """An answer whose first bytes have arrived: an iterator over its body. It raises EngineLost, or EngineHangs if `watched`
+    abandons it for now; after `watched.stay()`, reading can continue.
 
-    `clock`: started with the request; the answer's reader counts parts on it. `events`: the answer is an uncompressed stream of
-    server-sent events. `span`: of its attempt."""
+    `clock`: started with the request; the answer's reader counts its parts with it. `events`: the answer is an uncompressed
+    stream of server-sent events. `span`: the span of its attempt."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -100,7 +100,7 @@ class StreamedAnswer:
         return chunk
 
     def leave(self) -> None:
-        """Give the answer up for another engine's."""
+        """Abandon this answer in favour of another engine's."""
         self.watched.move()
         self.rest.close()
 
@@ -112,19 +112,19 @@ _OF_BODY = {b"content-type", b"content-encoding", b"cache-control", b"x-accel-bu
 
 
 def error_refusal(url: str, error: EngineError, answer: Answer) -> EngineRefused:
-    """The refusal for an error inside an answer with status 200: it has the status that the error stands for."""
+    """The refusal for an error inside an answer with status 200. It gets the status that the error stands for."""
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _OF_BODY]
     whole = WholeAnswer(error.status, [*headers, (b"content-type", b"application/json")], error.body, answer.clock)
     return EngineRefused(f"{url} returned an error: {error.line}", whole)
 
 
 class EngineAttempt:
-    """`async with EngineAttempt(...) as answer`: one request to one engine; exiting the block before the answer's end closes
-    the connection.
+    """`async with EngineAttempt(...) as answer`: one request to one engine. Leaving the block before the end of the answer
+    closes the connection.
 
-    The answer may have any status: a successful answer that is not JSON is yielded from its first bytes on, any other when
-    complete. Raises EngineUnreachable if the engine is down, and EngineStalled if `watched` gives it up; once it has begun,
-    see `StreamedAnswer`.
+    The answer may have any status: a successful answer that is not JSON is yielded as soon as its first bytes arrive, any
+    other when it is complete. Raises EngineUnreachable if the engine is down, or EngineStalled if `watched` abandons the
+    request; for errors after the answer has begun, see `StreamedAnswer`.
     """
 
     __slots__ = ("_base_url", "_client", "_headers", "_incoming", "_request", "_span", "_watched")
@@ -173,7 +173,7 @@ class EngineAttempt:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Raises EngineStalled instead of a cancellation by the monitor."""
+        """Raise EngineStalled in place of a cancellation by the monitor."""
         if self._incoming is not None:
             self._incoming.close()
         if isinstance(error, asyncio.CancelledError):
@@ -217,7 +217,7 @@ async def _read_start(
 
 def _without_other_places(headers: RawHeaders, base_url: str) -> RawHeaders:
     """The headers, with an engine's redirect to itself reduced to the path, since clients only know the router's address. A
-    redirect to anywhere else is left out: clients would send their keys there."""
+    redirect to anywhere else is removed, since clients would send their keys there."""
     kept = []
     for name, value in headers:
         if name.lower() == b"location":

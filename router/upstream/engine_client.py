@@ -1,8 +1,8 @@
 """The HTTP client for every call to an engine: clients' requests, and our own for tokens, models and health.
 
 It connects only to addresses that the policy allows, waits longer while the router itself is busy, and does not blame the
-engine if an idle connection turns out to be closed. A library would take most of the CPU time of a small request
-(docs/performance.md); only what HTTP/1.1 requires is here and in `engine_connection.py`.
+engine if an idle connection turns out to be closed. With a library, most of the CPU time of a small request would go to
+the library (docs/performance.md). So this file and `engine_connection.py` contain only what HTTP/1.1 requires.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ CONNECT_S = 2.0
 KEEP_S = 4.0
 """How long an idle connection is kept: uvicorn, which most engines use, closes it after 5 s."""
 MOST_IDLE = 512
-"""Idle connections kept to one engine."""
+"""Maximum number of idle connections that are kept to one engine."""
 MOST_WHOLE_BYTES = 256 << 20
-"""Longest answer that is kept whole: JSON, and errors. 2,048 embeddings of 4,096 numbers are 170 MB."""
+"""Size of the longest answer that is kept whole, as JSON and errors are. 2,048 embeddings of 4,096 numbers are 170
+MB."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "TRACE")
-"""Methods whose requests have no body unless one is given; all others announce its length, even if it is 0."""
+"""Methods whose requests have no body unless one is given; all others announce the body's length, even if it is 0."""
 
 
 class EngineAway(KvatlasError):
@@ -55,7 +56,7 @@ class IncomingAnswer:
     __slots__ = ("_connection", "_release", "headers", "status")
 
     def __init__(self, connection: EngineConnection, release: "partial[None]") -> None:
-        """`release`: takes the connection back."""
+        """`release`: called to return the connection."""
         self.status = connection.status
         self.headers: RawHeaders = connection.headers
         self._connection = connection
@@ -63,19 +64,20 @@ class IncomingAnswer:
 
     @property
     def may_be_cut(self) -> bool:
-        """True if the answer's end can't be told from a lost connection: its head gives no length."""
+        """True if the answer's end can't be distinguished from a lost connection, because its head gives no length."""
         return self._connection.until_closed
 
     async def read(self) -> bytes:
-        """The part of the body that arrived since the last call: at least a byte, or empty at its end. Raises EngineLost."""
+        """The part of the body that has arrived since the last call: at least one byte, or empty at the body's end. Raises
+        EngineLost."""
         part = await self._connection.read()
         if not part and self._connection.failure:
             raise EngineLost(f"the engine went away mid-answer: {self._connection.failure}")
         return part
 
     async def read_all(self, seen: Callable[[bytes], object] = len) -> bytes:
-        """The rest of the body; `seen` is called with each part as it arrives. Raises EngineLost, also after
-        MOST_WHOLE_BYTES."""
+        """The rest of the body; `seen` is called with each part as it arrives. Raises EngineLost, also if there are
+        more than MOST_WHOLE_BYTES."""
         parts, left = [], MOST_WHOLE_BYTES
         while part := await self.read():
             left -= len(part)
@@ -88,7 +90,8 @@ class IncomingAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the answer, and its connection unless the answer has arrived completely. Closing twice is fine."""
+        """Close the answer, and its connection unless the answer has arrived completely. Calling this twice is
+        harmless."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -102,14 +105,14 @@ class Reply:
     body: bytes
 
     def json(self) -> Any:
-        """Raises ValueError."""
+        """Decode the body as JSON. Raises ValueError."""
         return decode(self.body)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    """Where an engine is; one object for each address. `name`: host and port as in the URL. `ip`: its address, if it has no
-    name."""
+    """The origin of an engine's URL; there is one object for each. `name`: host and port as written in the URL. `ip`: its
+    address, if it has no host name."""
 
     host: str
     port: int
@@ -119,9 +122,9 @@ class _Origin:
 
 
 class EngineClient:
-    """Connections to engines, unlimited in number and kept open for a while. Ignores proxies and passwords of the environment,
-    since engines are near. `timeout_s`: time without a byte after which an engine counts as gone. `lateness`: the event loop's,
-    once it is entered."""
+    """Connections to engines, unlimited in number and kept open for a while. Ignores proxies and passwords set in the
+    environment, since engines are nearby. `timeout_s`: an engine that sends nothing for this long counts as gone. `lateness`:
+    that of the event loop, once the client has been entered."""
 
     def __init__(self, addresses: AddressPolicy, timeout_s: float, connect_s: float = CONNECT_S) -> None:
         self._addresses = addresses
@@ -144,11 +147,11 @@ class EngineClient:
         self._names.close()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)  # lets the connections learn that they are closed
+        await asyncio.sleep(0)  # gives the connections a chance to notice that they are closed
 
     async def send(self, method: str, url: str, headers: RawHeaders = (), body: bytes = b"") -> IncomingAnswer:
-        """Send a request and return its answer once the head arrived; the caller closes it. `url`: percent-encoded. Raises
-        EngineUnreachable."""
+        """Send a request and return its answer once its head has arrived; the caller closes the answer. `url`:
+        percent-encoded. Raises EngineUnreachable."""
         base, target = _split(url)
         try:
             origin = _parse_origin(base)
@@ -160,7 +163,8 @@ class EngineClient:
         if connection is not None:
             await self._ask(connection, head, body, without_body=without_body)
             if connection.is_stale:
-                # it may have closed while the request was on its way (RFC 9112, 9.3.1): the engine has hardly begun it
+                # it may have closed while the request was on its way (RFC 9112, 9.3.1): the engine has hardly begun to
+                # process it
                 connection = None
         if connection is None:
             try:
@@ -194,7 +198,7 @@ class EngineClient:
     async def answering(
         self, method: str, url: str, headers: RawHeaders = (), body: bytes = b""
     ) -> AsyncIterator[IncomingAnswer]:
-        """`send`, closed at the end of the block."""
+        """Like `send`, but the answer is closed at the end of the block."""
         answer = await self.send(method, url, headers, body)
         try:
             yield answer
@@ -251,7 +255,8 @@ class EngineClient:
             raise TimeoutError(f"no connection within {self._connect_s:g} s") from error
 
     async def _connect_to_any(self, origin: _Origin) -> EngineConnection:
-        """Connect to the first of its addresses that takes the connection. Each but the last gets its share of the time."""
+        """Connect to the first of the origin's addresses that accepts the connection. Each address except the last gets its
+        share of the time."""
         addresses = await self._allowed_addresses(origin)
         for number, address in enumerate(addresses, 1):
             share_s = None if number == len(addresses) else self._connect_s / len(addresses)
@@ -273,7 +278,8 @@ class EngineClient:
         raise OSError(None, "its name has no address")
 
     async def _allowed_addresses(self, origin: _Origin) -> list[str]:
-        """The addresses are checked, not the name: DNS may change at any time."""
+        """The allowed addresses of the origin. The addresses are checked, not the name, since DNS may change at any
+        time."""
         host, port = origin.host, origin.port
         found = [host] if origin.ip is not None else await self._names.addresses(host)
         allowed = [one for one in found if (ip := parse_ip(one)) and self._addresses.allows(host, port, ip)]
@@ -283,7 +289,7 @@ class EngineClient:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """A URL's origin, and the target on it."""
+    """Split a URL into its origin and the target there."""
     at = url.find("/", url.find("://") + 3)
     return (url, "/") if at < 0 else (url[:at], url[at:])
 
@@ -299,7 +305,7 @@ def _parse_origin(base: str) -> _Origin:
 
 
 def _request_head(method: str, target: str, name: bytes, headers: RawHeaders, length: int) -> bytes:
-    """Raises ValueError for what can't be sent as one request."""
+    """The head of a request. Raises ValueError for anything that can't be sent as a single request."""
     lines = [b"%b %b HTTP/1.1" % (method.encode(), target.encode("latin-1")), b"host: " + name]
     lines += [b"%b: %b" % pair for pair in headers]
     if length or method not in _WITHOUT_BODY:

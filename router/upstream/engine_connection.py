@@ -10,18 +10,19 @@ from typing import cast
 import httptools
 
 MAX_BARE_BYTES = 1 << 18
-"""Maximum number of bytes that an engine may send without a byte of a body: an answer's head, the interim answers before it,
-the trailers after it."""
+"""Maximum number of bytes that an engine may send without any byte of a body: an answer's head, the interim answers before
+it, and the trailers after it."""
 MAX_HEADERS = 256
 MOST_KEPT_BYTES = 1 << 18
-"""An answer whose reader has left this much of it unread is not read further from the network."""
+"""Once the reader of an answer has left this much of it unread, no more is read from the network."""
 WHOLE_BYTES = 1 << 16
 """A longer body is not copied to be sent together with its head."""
 STALE_S = 0.25
-"""A connection that was idle may be closing while a request is sent. If that is noticed later than this, the engine may have
-begun the request."""
+"""A connection that was idle may be closing while a request is sent. If that is noticed later than this, the engine may
+already have begun to process the request."""
 LAST_LOOK_S = 0.05
-"""A busy router may look late, so after its time limit an engine gets this much longer, while whatever has arrived is read."""
+"""A busy router may check late. So after its time limit, an engine gets this much longer, while everything that has arrived is
+read."""
 
 _INTERIM, _SWITCHING, _LEAST, _END = 100, 101, 200, 600
 """Statuses (RFC 9110, 15): interim answers, an upgrade, and the range of final answers."""
@@ -30,9 +31,10 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class EngineConnection(asyncio.Protocol):
-    """`status` and `headers`: the answer's, once `has_head`. `done`: the whole answer has arrived. `failure`: why the rest of
-    it won't. `is_stale`: the engine closed it within STALE_S of the request, without a byte of an answer. `until_closed`: only
-    the end of the connection ends the answer. `closed`: no longer usable. `idle_since`: used by its owner."""
+    """`status` and `headers`: those of the answer, once `has_head`. `done`: the whole answer has arrived. `failure`: why the
+    rest of it won't arrive. `is_stale`: the engine closed the connection within STALE_S of the request, without sending a byte
+    of an answer. `until_closed`: the answer ends only with the connection. `closed`: the connection can't be used any more.
+    `idle_since`: used by the connection's owner."""
 
     __slots__ = (
         "_bare_bytes",
@@ -67,8 +69,8 @@ class EngineConnection(asyncio.Protocol):
     _transport: asyncio.Transport
 
     def __init__(self, connections: "set[EngineConnection]", loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """`connections`: the set from which it removes itself when closed. `timeout_s`: longest silence of an engine that has
-        a request."""
+        """`connections`: the set from which the connection removes itself when it closes. `timeout_s`: how long an engine
+        that has a request may be silent."""
         self._open = connections
         self.closed = False
         self.idle_since = 0.0
@@ -97,8 +99,8 @@ class EngineConnection(asyncio.Protocol):
     # ------------------------------------------------------------ use
 
     def send(self, head: bytes, body: bytes, *, without_body: bool) -> None:
-        """Send a request, after the last one's answer is `done`. `without_body`: its answer has no body, whatever its head says
-        (HEAD)."""
+        """Send a request. The answer to the last one must be `done`. `without_body`: the answer has no body, whatever its head
+        says (HEAD)."""
         self._begin(without_body=without_body)
         if self.closed or self._transport.is_closing():
             self.is_stale = self.idle_since > 0
@@ -144,7 +146,7 @@ class EngineConnection(asyncio.Protocol):
         return self._keep and not self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         if not self.closed:
             self.closed = True
             self._transport.abort()
@@ -167,12 +169,12 @@ class EngineConnection(asyncio.Protocol):
         self._wake()
 
     def _look(self) -> None:
-        """Fail if the engine has been silent too long. Time in which nothing is expected of it does not count."""
+        """Fail if the engine has been silent too long. Time during which nothing is expected from it does not count."""
         self._timer = None
         if self.closed or self.done:
             return
         now = self._loop.time()
-        if self._reader is None:  # the client is slow, not the engine
+        if self._reader is None:  # it is the client that is slow, not the engine
             self._heard_at = now
         left_s = self._heard_at + self._timeout_s - now
         if left_s <= 0 and self._last_look:
@@ -187,7 +189,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.done:  # nothing was asked for, so it is no answer to what comes next
+        if self.done:  # nothing was asked for, so this is not an answer to whatever is sent next
             self.abort()
             return
         self._is_silent = self._last_look = False

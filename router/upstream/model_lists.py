@@ -1,4 +1,5 @@
-"""The models and adapters that each engine lists, polled because adapters are loaded and unloaded while it runs."""
+"""The models and adapters that each engine lists, polled because adapters are loaded and unloaded while an engine
+runs."""
 
 import asyncio
 import logging
@@ -23,7 +24,7 @@ Card = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _List:
-    """One engine's list; `cards=None`: it never gave one."""
+    """One engine's list. `cards=None`: the engine has never returned one."""
 
     asked_at: float
     cards: Mapping[str, Card] | None = None
@@ -42,12 +43,12 @@ class ModelLists:
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
 
     def cards_of(self, url: str) -> Mapping[str, Card] | None:
-        """The engine's latest list, by name; None if it never gave one."""
+        """The engine's latest list, by name; None if it has never returned one."""
         known = self._lists.get(url)
         return None if known is None else known.cards
 
     def remove(self, url: str, name: str) -> None:
-        """Count the name as unloaded, because the engine refused a request for it, and ask the engine again soon."""
+        """Treat the name as unloaded, because the engine refused a request for it, and ask the engine again soon."""
         known = self._lists.get(url)
         if known is not None and known.cards is not None and name in known.cards:
             known.cards = {other: card for other, card in known.cards.items() if other != name}
@@ -76,7 +77,8 @@ class ModelLists:
             self.version += 1
 
     async def _read(self, url: str) -> Mapping[str, Card] | None:
-        """The engine's list now; None if it does not answer with one, in which case its previous list still counts."""
+        """The engine's list now; None if it does not answer with a list, in which case its previous one still
+        counts."""
         try:
             answer = await wait_patiently(self._client.call("GET", f"{url.rstrip('/')}/v1/models"), LIST_S)
             data = answer.json()["data"] if answer.status == 200 else None
@@ -89,7 +91,7 @@ class ModelLists:
 
 
 def merge_cards(lists: Sequence[Mapping[str, Card]]) -> Mapping[str, Card]:
-    """All names, each with the card of the first list that has it."""
+    """All names, each with the card from the first list that contains it."""
     merged: dict[str, Card] = {}
     for cards in lists:
         for name, card in cards.items():

@@ -1,5 +1,5 @@
-"""Time limits that only the other side can miss. A busy router may read an answer long after it arrived; a plain timeout would
-then blame the engine and lose its request."""
+"""Time limits that can be missed only by the other side. A busy router may read an answer long after it arrived; a plain
+timeout would then blame the engine and lose the request."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -11,7 +11,7 @@ from kvatlas.runtime.background_task import end_tasks
 T = TypeVar("T")
 
 LAST_LOOKS = 20
-"""Extra turns of the event loop, each of which reads what has arrived. Connecting takes several."""
+"""Number of extra turns of the event loop, each of which reads whatever has arrived. Connecting takes several turns."""
 
 
 async def wait_patiently(
@@ -33,7 +33,7 @@ async def wait_patiently(
             await end_tasks([task])
         raise
     finally:
-        del task  # its error's traceback has this frame: a cycle, which would keep the callers' requests for a while
+        del task  # its error's traceback holds this frame, a cycle that would keep the callers' requests
 
 
 def _discard(discard: Callable[[T], object], task: "asyncio.Task[T]") -> None:

@@ -1,5 +1,5 @@
-"""The real request that probes a doubtful engine: one token of the model that it serves. A status page would prove nothing,
-since it computes nothing."""
+"""The real request that probes a doubtful engine: it asks for one token from the model that the engine serves. A status
+page would prove nothing, since nothing is computed for it."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ _log = logging.getLogger("kvatlas_router.proxy")
 
 
 async def ask_for_a_token(client: EngineClient, url: str, model: str, headers: Mapping[str, str]) -> Probe:
-    """Ask the engine for one token. Has no time limit: the caller cancels it. `headers`: to reach a data-parallel rank."""
+    """Ask the engine for one token. There is no time limit: the caller cancels the call. `headers`: needed to reach a
+    data-parallel rank."""
     for path, prompt in _PATHS:
         body = {"model": model, **prompt, "max_tokens": 1, "temperature": 0}
         try:

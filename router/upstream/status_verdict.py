@@ -7,16 +7,17 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 
 NOT_OURS = (501, 505)
-"""Server errors that mean the request is not supported."""
+"""Server errors that mean that the request is not supported."""
 DOUBTFUL = (401, 403, 404, 405, 501)
-"""The client's mistake, or an engine with another key, list of models or version."""
+"""Statuses that may be due to a mistake by the client, or to an engine with a different key, list of models or
+version."""
 ELSEWHERE = (408, 429)
 
 
 class Verdict(Enum):
-    """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, so another one is tried, as nothing
-    was sent to the client yet. `DOUBTFUL`: one other engine is asked; only if that one answers was it this engine's fault.
-    `REFUSED`: judging by this answer, the request is at fault; the client gets the refusal."""
+    """`ANSWERED`: the request is answered. `ELSEWHERE`: this engine can't answer it now, so another one is tried, since
+    nothing has been sent to the client yet. `DOUBTFUL`: one other engine is asked; only if that one answers was this engine
+    at fault. `REFUSED`: judging by this answer, the request is at fault; the client gets the refusal."""
 
     ANSWERED = "answered"
     ELSEWHERE = "elsewhere"
@@ -36,8 +37,8 @@ def judge(status: int) -> Verdict:
 
 
 def retry_after_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-    """Seconds to wait by the Retry-After header (RFC 9110, 10.2.3: seconds or a date); None if there is no valid
-    one."""
+    """Seconds to wait according to the Retry-After header (RFC 9110, 10.2.3: seconds or a date); None if there is no
+    valid one."""
     value = next((value.decode("latin-1").strip() for name, value in headers if name.lower() == b"retry-after"), None)
     if value is None:
         return None

@@ -1,1 +1,1 @@
-"""This router's bookings, in the store together with those of all others."""
+"""This router's bookings, which are kept in the store together with those of all other routers."""

@@ -1,4 +1,4 @@
-"""Turns quotes into the ask of a booking: each worker's cost without load, and the prompt cut into steps."""
+"""Turns quotes into the ask for a booking: each worker's cost without load, and the prompt, cut into steps."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +30,10 @@ def build_ask(
     ring: int = 0,
     lookup: Lookup | None = None,
 ) -> Ask:
-    """Return offers in the order of `quotes`, then offers to look-alikes with their likeness. `chains`: block size ->
-    chain, hashed further as needed; workers with other block sizes get no prediction. `usual_block_size`: the pool's, for
-    workers that have announced no block yet. The other arguments: see `Ask`.
+    """Return offers in the order of `quotes`, then offers for look-alikes with their likeness. `chains`: maps a block
+    size to its chain, which is hashed further as needed; workers with other block sizes get no prediction.
+    `usual_block_size`: the pool's usual block size, used for workers that have not announced a block yet. The other
+    arguments: see `Ask`.
 
     Raises InvalidValue for an out-of-range token id.
     """

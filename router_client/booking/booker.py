@@ -1,4 +1,4 @@
-"""Evaluates and books asks: in the store together with all other routers, or alone if it does not answer."""
+"""Evaluates and books asks: in the store, together with all other routers, or alone if the store does not answer."""
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
@@ -44,11 +44,12 @@ from router_client.settings import RouterSettings
 T = TypeVar("T")
 
 TURNS_MS = 250.0
-"""Time to wait for the store's answer about turns: a quarter of the time that requests keep their places without asking."""
+"""Time to wait for the store's answer about turns: a quarter of the time for which requests keep their places without
+asking."""
 
 
 class Booker:
-    """Books for one router. It books the worker that answers, then the prefill worker if that is a different one."""
+    """Books for one router. Books the worker that answers, then the prefill worker if that is a different one."""
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class Booker:
 
     @property
     def is_trying(self) -> bool:
-        """True if the store has failed, so that nothing should wait for the call that `may_call_store` allows."""
+        """True if the store has failed. Then nothing should wait for the call that `may_call_store` allows."""
         return self._breaker.is_open
 
     async def try_store(self, call: Coroutine[Any, Any, T], deadline: Deadline) -> tuple[T | None, str]:
-        """The call's result; None and the reason if the store fails."""
+        """Return the call's result; if the store fails, None and the reason."""
         try:
             result = await call
         except STORE_FAILURES as error:
@@ -109,13 +110,13 @@ class Booker:
         return result, ""
 
     async def look(self, pool_id: str, ask: Ask) -> Evaluation:
-        """The evaluation that `book` would make now. Books nothing. Raises what the store raises."""
+        """The evaluation that `book` would make now. Books nothing. Raises whatever the store raises."""
         await self._report_workers(pool_id)
         return await self._reservations.evaluate(pool_id, ask)
 
     async def book(self, prompt: Prompt, ask: Ask, deadline: Deadline) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Choose and reserve in one call. Raises what the store raises, TimeoutError, MustWait and QueueIsFull; then no booking
-        remains."""
+        """Choose and reserve in one call. Raises whatever the store raises, TimeoutError, MustWait or QueueIsFull; in that
+        case, no booking remains."""
         pool_id = prompt.scope.pool_id
         await self._report_workers(pool_id)
         booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer, waits=True)
@@ -153,7 +154,7 @@ class Booker:
     async def look_or_book(
         self, prompt: Prompt, ask: Ask, deadline: Deadline, *, book: bool
     ) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """`book` or `look`, in one call. Raises what the store raises, and TimeoutError."""
+        """Do what `book` or `look` does, in one call. Raises whatever the store raises, or TimeoutError."""
         if book:
             return await self.book(prompt, ask, deadline)
         return await deadline.wait_for(self.look(prompt.scope.pool_id, ask)), ()
@@ -172,8 +173,8 @@ class Booker:
         return self._own.knows_a_load(pool_id, worker_ids)
 
     def book_alone(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Reserve what `look_alone` would choose. Raises MustWait and QueueIsFull: a router that decides alone keeps the queue
-        for its own requests. If the store was only late, they don't overtake the requests that wait there."""
+        """Reserve what `look_alone` would choose. Raises MustWait or QueueIsFull: a router that decides alone keeps a queue
+        for its own requests. If the store was only late, they don't overtake the requests that are waiting there."""
         pool_id = prompt.scope.pool_id
         self._report_to_own(pool_id)
         booking = self._new_booking(prompt, ask, leased=False, waits=True)
@@ -193,8 +194,8 @@ class Booker:
         return evaluation, tuple(Reservation(pool_id, id, self._own, None, None, self._late_calls) for id in ids)
 
     def wait_without_room(self, prompt: Prompt, evaluation: Evaluation) -> None:
-        """Make the prompt wait, if it may, unless the worker chosen without reservations has room. Raises MustWait and
-        QueueIsFull."""
+        """Make the prompt wait, if it is allowed to, unless the worker that is chosen without reservations has room.
+        Raises MustWait or QueueIsFull."""
         if (waiting := prompt.waiting) is None or not waiting.may_wait:
             return
         try:
@@ -206,7 +207,8 @@ class Booker:
     async def turns(
         self, pool_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest], *, call_store: bool
     ) -> tuple[Turns, bool]:
-        """Which of this router's waiting requests may be tried now (`Reservations.turns`), and whether the store said so."""
+        """Find out which of this router's waiting requests may be tried now (`Reservations.turns`), and whether the store
+        decided that."""
         if call_store and self._settings.booking.reservations and self.may_call_store():
             deadline = Deadline(TURNS_MS, self._late_calls)
             call = self._reservations.turns(pool_id, self._leases.router_id, left, waiting)
@@ -219,8 +221,8 @@ class Booker:
     # ------------------------------------------------------------ alone at first
 
     def book_behind(self, prompt: Prompt, ask: Ask) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Reserve what `look_alone` would choose, in this process now and in the store in the background. `ask`: for one
-        worker."""
+        """Reserve what `look_alone` would choose, in this process now and in the store in the background. `ask`: must be
+        for one worker."""
         pool_id = prompt.scope.pool_id
         evaluation, (mirror,) = self.book_alone(prompt, ask)
         booking = self._new_booking(prompt, ask, leased=self._reservations.fed_by_indexer)
@@ -264,7 +266,7 @@ class Booker:
         prefill_id = None if ask.pair_layout is None else token_bytes(ID_BYTES)
         id = token_bytes(ID_BYTES)
         waiting = prompt.waiting if waits else None
-        if waiting is not None:  # the answer's expected length was not known before
+        if waiting is not None:  # the expected length of the answer was not known before
             waiting = replace(waiting, output_tokens=prompt.output_tokens)
         return Booking(id, self._leases.router_id, prompt.input_tokens, ask, lease_us, longest_us, prefill_id, waiting)
 
@@ -274,13 +276,13 @@ class Booker:
             self._own.forget_others(pool_id, reports)
 
     async def _report_workers(self, pool_id: str) -> None:
-        """Report the last-read pool, unless an indexer reports to these reservations."""
+        """Report the pool as last read, unless an indexer reports to these reservations."""
         reservations = self._reservations
         if not reservations.fed_by_indexer and (reports := self._new_reports(pool_id, reservations)):
             await reservations.report(pool_id, reports)
 
     def _new_reports(self, pool_id: str, to: Reservations) -> dict[str, WorkerReport]:
-        """New reports for these reservations; empty if the pool was not read again since the last reports."""
+        """New reports for these reservations; empty if the pool has not been read again since the last reports."""
         pool, key = self._fleet.last_known(pool_id), (id(to), pool_id)
         if pool is None or self._last_reported.get(key) is pool:
             return {}

@@ -22,8 +22,8 @@ BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
 KEEP_S = 30.0
-"""How long a report is retried (or a lease's length, if that is longer): by then the lease would have ended the
-reservation."""
+"""How long a report is retried (or for the length of a lease, if that is longer). After that, the end of the lease
+would have ended the reservation."""
 MOST_PENDING = 100_000
 LINGER_S = 0.001
 """Reports that arrive within this time of each other are sent together."""
@@ -60,7 +60,7 @@ class Leases:
         self._task = BackgroundTask(self._run, "kvatlas router leases")
 
     def record_booking(self, pool_id: str) -> None:
-        """Record a new reservation under this lease."""
+        """Record that a reservation was made under this lease."""
         self._live[pool_id] = self._live.get(pool_id, 0) + 1
         self._counters.booked += 1
 
@@ -71,12 +71,12 @@ class Leases:
 
     @property
     def sends_reports(self) -> bool:
-        """True if a reservation may hand its reports to `report_later`. False if nothing sends them, or if they stay in this
-        process."""
+        """True if a reservation may hand its reports to `report_later`. False if nothing sends reports, or if they stay in
+        this process."""
         return self._task.running and self._reservations.fed_by_indexer
 
     def report_later(self, pool_id: str, id: bytes, outcome: Outcome | None, output_tokens: int | None = None) -> None:
-        """Report to the store soon, or when it answers again: how a reservation ended, or (None) that its first token has
+        """Report to the store soon, or once it answers again, how a reservation ended or (None) that its first token has
         arrived."""
         until_s = time.monotonic() + max(self._lease_s, KEEP_S)
         self._pending.append(_PendingReport(pool_id, id, outcome, until_s, output_tokens))
@@ -139,7 +139,7 @@ class Leases:
                 self._counters.lapsed += not still_held
 
     async def _report_pending(self) -> None:
-        """Send the queued reports. Raises what the store raises; unconfirmed reports are kept."""
+        """Send the queued reports. Raises whatever the store raises; unconfirmed reports are kept."""
         while self._pending:
             taken = [self._pending.popleft() for _ in range(min(len(self._pending), MOST_TOGETHER))]
             now_s = time.monotonic()

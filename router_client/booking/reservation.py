@@ -6,8 +6,8 @@ from router_client.booking.leases import Leases
 
 
 class Reservation:
-    """One reservation. Every call is safe to repeat, and none raises if the store does not answer: the report is sent again
-    later. While the client is entered, no call waits for the store at all."""
+    """One reservation. Every call can safely be repeated, and none raises if the store does not answer: the report is then
+    sent again later. While the client is entered, no call waits for the store at all."""
 
     def __init__(
         self,
@@ -19,8 +19,8 @@ class Reservation:
         late_calls: LateCalls,
         mirror: "Reservation | None" = None,
     ) -> None:
-        """`leases=None`: booked in this process only. `mirror`: the same reservation in this process, which ends with
-        it."""
+        """`leases=None`: the booking exists in this process only. `mirror`: the same reservation in this process, which
+        ends together with this one."""
         self.pool_id = pool_id
         self.id = id
         self._store = store
@@ -44,7 +44,7 @@ class Reservation:
             await self._report(None)
 
     async def end(self, outcome: Outcome, output_tokens: int | None = None) -> None:
-        """Report the end of the request. `output_tokens`: those of its answer, if known."""
+        """Report the end of the request. `output_tokens`: the number of tokens in its answer, if known."""
         if self._ended:
             return
         self._ended, self._outcome, self._output_tokens = True, outcome, output_tokens

@@ -9,7 +9,7 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt, the workers that may get it, and the part of it that they hold.
+    """A prompt, the workers that may get it, and the part of it that each of them holds.
 
     `why`: the reason, in one line, if the index was not used or the pool's records are stale. `followed`: the worker
     that another policy chose.

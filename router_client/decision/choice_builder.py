@@ -19,7 +19,7 @@ from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
 
 MOST_REMARKED = 256
-"""Maximum number of different remarks on requests that are logged, each once."""
+"""Maximum number of different remarks about requests that are logged; each is logged once."""
 
 _log = logging.getLogger("router_client")
 

@@ -1,4 +1,5 @@
-"""The steps of one choice: read the pool, look up the overlap, price the candidates, book the cheapest under load.
+"""The steps of one choice: read the pool, look up the overlap, price the candidates, and book the one that is cheapest
+under load.
 
 Each step has its own file (`fleet_cache`, `index_lookup`, `policy`, `router_client.booking.booker`), and all share one
 deadline. If the store is slow or down, the choice continues without it.
@@ -52,7 +53,7 @@ from router_client.settings import RouterSettings
 APART_S = 2.0
 MOST_SCOPES = 4_096
 MOST_NAMED = 8
-"""Maximum number of left-out workers, or of models, that an error names."""
+"""Maximum number of left-out workers, or of models, that an error message lists."""
 
 
 class Decider:
@@ -85,12 +86,12 @@ class Decider:
         workers, or the index is damaged."""
 
     async def read_pool(self, pool_id: str) -> Pool:
-        """The pool, read within the deadline, or as last read. Raises Unreachable if it was never read."""
+        """The pool, read within the deadline, or else as last read. Raises Unreachable if it has never been read."""
         pool, _ = await self._read_pool(pool_id, self._start_deadline(), call_store=True)
         return pool
 
     async def rank(self, prompt: Prompt) -> Ranking:
-        """Rank every candidate. Raises what the store raises."""
+        """Rank every candidate. Raises whatever the store raises."""
         pool = self._policy.narrow(await self._fleet.read_pool(prompt.scope.pool_id), prompt)
         prompt = self._named_blocks.narrow(prompt, pool)
         case = Case(prompt, pool, await self._index.look_up(prompt, pool))
@@ -103,7 +104,7 @@ class Decider:
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
-        """Worker -> tokens that `rank` would predict beyond the lookup. Raises what the store raises."""
+        """For each worker, the tokens that `rank` would predict beyond the lookup. Raises whatever the store raises."""
         case = Case(prompt, self._policy.narrow(pool, prompt), lookup)
         quotes = shortlist(self._policy.quote(case))
         if not quotes:
@@ -118,21 +119,20 @@ class Decider:
     async def decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool = False) -> Choice:
         """Choose a worker, and reserve it if `book`. `explain_all`: read every candidate.
 
-        Stays within the deadline, whatever the store does; naming blocks to fetch may take longer. Raises NoWorkers;
-        Unreachable if the pool was never read.
+        Stays within the deadline, whatever the store does; only naming the blocks to fetch may take longer. Raises
+        NoWorkers, or Unreachable if the pool has never been read.
         """
         return await self._name_blocks(prompt, await self._decide(prompt, avoid, book=book, explain_all=explain_all))
 
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
         """Choose in the first of these ways that works; after a failure of the store, only in the last one.
 
-        1. One call of the store looks up, prices and books.
-        2. The index is asked first. Then the store chooses among few named workers and all others, their look-alikes.
-        3. The same, but all workers are named.
-        4. This router chooses alone, by the last-read loads and its own bookings.
+        1. One call to the store looks up, prices and books. 2. The index is asked first. Then the store chooses among a
+        few named workers and all the others, which are look-alikes. 3. The same, but all workers are named. 4. This
+        router chooses alone, by the loads that were read last and its own bookings.
         """
         call_store = self._booker.may_call_store()
-        # nothing waits for a booking in a store that is far away, or that has failed and is being retried
+        # don't wait for a booking in a store that is far away, or that has failed and is being retried
         trying = book and self._booker.is_trying
         behind = call_store and (self.store_is_far or trying)
         call_store &= not trying
@@ -180,7 +180,7 @@ class Decider:
         return choice or self._choose_alone(case, book=book, behind=behind)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
-        """Choose one or two workers, reserved in one call if `book`; see `decide`. No other policy is followed."""
+        """Choose one or two workers, reserved in one call if `book`; see `decide`. Does not follow another policy."""
         deadline, call_store = self._start_deadline(), self._booker.may_call_store()
         pool, why = await self._read_narrowed(prompt, avoid, deadline, call_store=call_store)
         prompt = self._waiting_among(prompt, pool)
@@ -216,8 +216,8 @@ class Decider:
         return await self._booker.turns(pool_id, left, waiting, call_store=not self.store_is_far)
 
     async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
-        """The choice with the names of the blocks to fetch. `others` are booked with it: if the caller is cancelled, all
-        bookings end."""
+        """Return the choice with the names of the blocks to fetch. If the caller is cancelled, all bookings of the
+        choice end."""
         try:
             return await self._named_blocks.name(prompt, choice)
         except BaseException:
@@ -242,13 +242,13 @@ class Decider:
     async def _read_narrowed(
         self, prompt: Prompt, avoid: Collection[str], deadline: Deadline, *, call_store: bool
     ) -> tuple[Pool, str]:
-        """The pool without workers that may not get the prompt; and, if it could not be read again, why."""
+        """The pool without the workers that may not get the prompt and, if it could not be read again, the reason."""
         pool, why = await self._read_pool(prompt.scope.pool_id, deadline, call_store=call_store)
         return self._policy.narrow(pool, prompt, avoid), why
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt. If workers are left out of the narrowed pool, it waits only for the remaining ones that it fits
-        on."""
+        """The prompt. If workers are missing from the narrowed pool, it waits only for the remaining ones on which it
+        fits."""
         if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)
@@ -258,8 +258,8 @@ class Decider:
         return _waiting_for(prompt, pool, pool.serving)
 
     async def _look_up(self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, counts: bool) -> Case:
-        """The case with what the pool's workers hold. `counts`: count this prompt; of several attempts, only one is
-        counted."""
+        """The case, including what the pool's workers hold. `counts`: count this prompt; if there are several attempts,
+        only one is counted."""
         share = 1.0 if self.store_is_far else READ_SHARE
         case = await self._index.look_up_in_time(self._named_blocks.narrow(prompt, pool), pool, deadline, share)
         if counts:
@@ -285,7 +285,8 @@ class Decider:
         return NoWorkers(f"{pool}: none of {len(left_out)} workers can take the request: {listed}")
 
     async def _other_models(self, scope: Scope, deadline: Deadline) -> str:
-        """A sentence that names the models that have workers; empty for a tenant, which must not see all of them."""
+        """A sentence that lists the models that have workers; empty for a tenant, because a tenant must not see all of
+        them."""
         models: Sequence[tuple[str, str]] = ()
         if scope.tenant_id == DEFAULT_TENANT:
             with suppress(*STORE_FAILURES):
@@ -302,7 +303,7 @@ class Decider:
     # ------------------------------------------------------------ under load
 
     async def _look(self, case: Case, quotes: Sequence[Quote]) -> Evaluation:
-        """Evaluate the current state; nothing is booked. Raises what the store raises."""
+        """Evaluate the current state; nothing is booked. Raises whatever the store raises."""
         ask = self._policy.ask(case, quotes)
         if not self._settings.booking.reservations:
             return evaluate_without_bookings(ask, case.pool, quotes)
@@ -311,7 +312,7 @@ class Decider:
     async def _choose_in_store(
         self, case: Case, quotes: Sequence[Quote], ask: Ask, deadline: Deadline, *, book: bool
     ) -> Choice:
-        """Choose with the bookings of all other routers. Raises what the store raises, and TimeoutError."""
+        """Choose with the bookings of all other routers. Raises whatever the store raises, or TimeoutError."""
         book_cheapest = book and case.followed is None
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
         quotes = with_source(quotes, evaluation.worker_id, evaluation.source)
@@ -323,9 +324,9 @@ class Decider:
     async def _choose_by_lookup(
         self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool, explain_all: bool
     ) -> tuple[Choice | None, Case | None]:
-        """Choose with the one call that looks up, prices and books. If there is no choice, returns the case to decide alone
-        because the store did not answer, or None if it has to be asked in steps. `why`: the pool could not be read
-        again."""
+        """Choose with the one call that looks up, prices and books. If there is no choice, returns the case for this router
+        to decide alone because the store did not answer, or None if the store has to be asked in steps. `why`: the pool
+        could not be read again."""
         if not (self._booker.looks_up and self._index.is_used_for(prompt)):
             return None, None
         if self._apart_until.get(prompt.scope, 0.0) > monotonic():
@@ -343,8 +344,8 @@ class Decider:
     async def _choose_among_look_alikes(
         self, case: Case, deadline: Deadline, *, book: bool
     ) -> tuple[Choice | None, str]:
-        """Choose in the store while reading few workers. If there is no choice, returns why the store failed, or '' if all
-        workers have to be named."""
+        """Choose in the store while reading only a few workers. If there is no choice, returns why the store failed, or ''
+        if all workers have to be named."""
         quotes = self._policy.quote_look_alikes(case) if self._booker.sorts_workers else None
         if quotes is None:
             return None, ""
@@ -354,8 +355,8 @@ class Decider:
     async def _choose_among(
         self, case: Case, quotes: LookAlikeQuotes | LookupQuotes, ask: Ask, deadline: Deadline, *, book: bool
     ) -> Choice | None:
-        """Choose in the store; None if it knows too few workers, or can't price what the cheapest one holds. Raises what the
-        store raises, and TimeoutError."""
+        """Choose in the store; None if the store knows too few workers, or can't price what the cheapest one holds. Raises
+        whatever the store raises, or TimeoutError."""
         try:
             evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book)
         except LookAlikesUnknown:
@@ -443,7 +444,8 @@ class Decider:
         chosen: int,
         reservation: Reservation | None = None,
     ) -> Choice:
-        """The followed policy's worker, if any, otherwise the chosen one. `quotes` and `by_offer` have the same order."""
+        """Choose the worker of the followed policy, if there is one, otherwise the `chosen` one. `quotes` and `by_offer`
+        are in the same order."""
         results = self._rank(case, quotes, by_offer, chosen)
         result, would_be = results[0], None
         if case.followed is not None:
@@ -464,7 +466,7 @@ def _record_fetchable(case: Case) -> None:
 
 
 def _waiting_for(prompt: Prompt, pool: Pool, workers: Set[str]) -> Prompt:
-    """The prompt, set to wait only for the workers among these whose caches can hold it. If there are none, it does not wait,
+    """The prompt, set to wait only for those of these workers whose caches can hold it. If there are none, it does not wait,
     because there would never be room."""
     if prompt.waiting is None or not prompt.waiting.may_wait:
         return prompt

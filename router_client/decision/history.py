@@ -1,4 +1,4 @@
-"""Human-readable history of the last minutes: choices per worker, how much of the prompts was cached, and the latest
+"""A readable history of the last few minutes: choices per worker, how much of the prompts was cached, and the latest
 choices."""
 
 import time
@@ -14,9 +14,9 @@ LAST = 24
 
 @dataclass(slots=True)
 class Tally:
-    """Choices of one worker. `without_index`: decided by load or prefix alone. `cached_tokens`: those of `prompt_tokens`
-    that were predicted to be cached. `answer_tokens`: prompt tokens of answers that report cached tokens; `found_tokens`:
-    the cached tokens that they report."""
+    """The choices of one worker. `without_index`: choices made by load or prefix alone. `cached_tokens`: those of
+    `prompt_tokens` that were predicted to be cached. `answer_tokens`: prompt tokens of answers that report cached tokens;
+    `found_tokens`: the cached tokens that they report."""
 
     choices: int = 0
     without_index: int = 0
@@ -35,8 +35,8 @@ class Tally:
 
 
 class PastDecision(NamedTuple):
-    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: the cost profile does not predict it. `basis`: of the
-    choice; `why`: set unless it was by cost."""
+    """One choice. `at_us`: microseconds since 1970. `ttft_us=None`: the cost profile does not predict it. `basis`: the
+    basis of the choice; `why`: set unless it was made by cost."""
 
     at_us: int
     worker_id: str
@@ -49,8 +49,8 @@ class PastDecision(NamedTuple):
 
 
 class DecisionHistory:
-    """Bounded: STEPS intervals of STEP_S each, with the workers chosen in them, and the most recent choices (at most
-    LAST)."""
+    """Bounded: holds STEPS intervals of STEP_S each, with the workers chosen in them, and the most recent choices (at
+    most LAST)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -73,7 +73,7 @@ class DecisionHistory:
         tally.found_tokens += found_tokens
 
     def by_worker(self) -> dict[str, Tally]:
-        """The tallies of the last STEPS intervals."""
+        """The tallies over the last STEPS intervals, by worker."""
         found: dict[str, Tally] = {}
         for step in self._recent():
             for worker_id, tally in step.items():
@@ -81,7 +81,7 @@ class DecisionHistory:
         return found
 
     def by_step(self) -> Sequence[int]:
-        """Choices in each of the last STEPS intervals, the current one last."""
+        """The number of choices in each of the last STEPS intervals, the current one last."""
         counts = {number: sum(tally.choices for tally in step.values()) for number, step in self._steps}
         now = self._now()
         return [counts.get(number, 0) for number in range(now - STEPS + 1, now + 1)]

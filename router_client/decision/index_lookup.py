@@ -26,16 +26,16 @@ class IndexLookup:
         self._breaker = CircuitBreaker()
 
     def is_used_for(self, prompt: Prompt) -> bool:
-        """True if a choice for this prompt looks up what workers hold, and the index answers."""
+        """True if a choice for this prompt looks up what workers hold and the index is answering."""
         return not (self.load_only or prompt.strategy is Strategy.LOAD or self._breaker.is_open)
 
     async def look_up(self, prompt: Prompt, pool: Pool) -> PromptLookup:
-        """The part of the prompt that each of the pool's workers holds. Raises what the store raises."""
+        """The part of the prompt that each of the pool's workers holds. Raises whatever the store raises."""
         return await look_up_overlap(self._index, prompt, pool.looked_up_shapes)
 
     async def look_up_in_time(self, prompt: Prompt, pool: Pool, deadline: Deadline, share: float = READ_SHARE) -> Case:
-        """`look_up` within a share of the deadline; if that fails, an empty lookup and the reason. After failures a choice is
-        made without the index, and another lookup is tried in the background."""
+        """Call `look_up` within a share of the deadline; if that fails, return an empty lookup and the reason. After
+        failures, choices are made without the index, and another lookup is tried in the background."""
         if self.load_only:
             why = "the router is set to choose by load only"
         elif prompt.strategy is Strategy.LOAD:
@@ -60,7 +60,7 @@ class IndexLookup:
         return Case(prompt, pool, PromptLookup.empty(prompt, pool.looked_up_shapes), Basis.LOAD, why)
 
     async def _try_again(self, prompt: Prompt, pool: Pool, within_s: float | None) -> None:
-        """Retry the lookup, and record whether a choice would have had its answer in time."""
+        """Retry the lookup, and record whether its answer would have been in time for a choice."""
         try:
             async with asyncio.timeout(within_s):
                 await self.look_up(prompt, pool)

@@ -15,17 +15,18 @@ BY_HASHES = frozenset({KvConnector.KVCR})
 
 
 class EngineHashSource(Protocol):
-    """Knows engines' own hashes; `kvatlas.block_lookup.hash_client.EngineHashes` is one."""
+    """Knows the hashes that engines themselves use; `kvatlas.block_lookup.hash_client.EngineHashes` is one."""
 
     def is_ready(self) -> bool:
         """True if it can be asked now."""
 
     async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
-        """The hashes of the first blocks of a chain, as far as the worker's engine holds them; empty if they are unknown."""
+        """The hashes of a chain's first blocks, up to the last one that the worker's engine holds; empty if they are
+        unknown."""
 
 
 class NamedBlocks:
-    """Finds blocks' names for one router. `hashes=None`: no block can be named."""
+    """Finds blocks' names for one router. `hashes=None`: no blocks can be named."""
 
     def __init__(self, hashes: EngineHashSource | None) -> None:
         self._hashes = hashes
@@ -37,7 +38,8 @@ class NamedBlocks:
         return replace(prompt, fetch_by=prompt.fetch_by - BY_HASHES)
 
     async def name(self, prompt: Prompt, choice: Choice) -> Choice:
-        """The choice with the source's hashes of what is to be fetched; nothing is fetched if they are unknown."""
+        """The choice with the source's own hashes for what is to be fetched. If they are unknown, nothing is
+        fetched."""
         fetch = choice.fetch
         if fetch is None or not fetch.needs_hashes or self._hashes is None:
             return choice

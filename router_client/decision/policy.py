@@ -1,7 +1,7 @@
 """A router's policy: which workers may get a prompt, surcharges on their costs, and the limits that results are checked
 against.
 
-Pure, and the same on every router with the same settings; only a followed policy may have state.
+Pure, and the same on all routers with the same settings. Only a followed policy may have state.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from router_client.prompt_chain import PromptChain
 from router_client.settings import RouterSettings, SloMode
 
 PREFIX_TOKENS = 1_024
-"""Without load and index, prompts that share this many first tokens go to the same worker."""
+"""If neither load nor index is available, prompts that share this many first tokens go to the same worker."""
 
 
 class RoutingPolicy:
@@ -49,13 +49,13 @@ class RoutingPolicy:
         return pool
 
     def quote(self, case: Case) -> list[Quote]:
-        """Every candidate's cost without load, surcharges included, in tie-breaking order."""
+        """The cost of every candidate without load, including surcharges, in tie-breaking order."""
         fingerprint = case.lookup.fingerprint + self._seed
         quotes = quote_candidates(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint)
         return self._add_surcharges(case.prompt, quotes, fingerprint)
 
     def names_all(self, prompt: Prompt) -> bool:
-        """True if every candidate has to be priced here: to draw among them, or to follow a policy."""
+        """True if every candidate has to be priced here, either to draw one of them or to follow a policy."""
         return bool(self._settings.temperature) or self._followed(prompt) is not None
 
     def quote_look_alikes(self, case: Case) -> LookAlikeQuotes | None:
@@ -88,13 +88,14 @@ class RoutingPolicy:
         return self._ask_members(prompt, (), quotes.empty.chains, quotes.rows, quotes, quotes.lookup)
 
     def quote_pairs(self, case: Case) -> PairQuotes:
-        """Quotes of prefill and decode workers."""
+        """Quotes for prefill and decode workers."""
         fingerprint, least = case.lookup.fingerprint + self._seed, self._settings.pairs.least_new_tokens
         pairs = quote_pairs(case.prompt, case.pool, case.lookup.held, fingerprint=fingerprint, least_new_tokens=least)
         return pairs.add_surcharges(lambda answering: self._add_surcharges(case.prompt, answering, fingerprint))
 
     def ask(self, case: Case, quotes: Sequence[Quote]) -> Ask:
-        """Build the booking's ask for the cheapest of these under load. Raises InvalidValue for a bad token id."""
+        """Build the ask that books whichever of these is cheapest under load. Raises InvalidValue for an invalid token
+        id."""
         pool = case.pool
         return build_ask(
             case.prompt,

@@ -20,8 +20,8 @@ _STRATEGY, _PRIORITY, _SESSION, _ALLOW, _DENY, _WAIT_MS = HINT_HEADERS
 
 @dataclass(frozen=True, slots=True)
 class RequestHintHeaders:
-    """`strategy=None`: the router's own. `priority`: lower is earlier; None: without a hint. `allow=None`: all workers.
-    `wait_s`: the longest wait for a worker with room; None: as the router's settings say."""
+    """`strategy=None`: the router's own strategy. `priority`: lower values come first; None: no hint. `allow=None`: all
+    workers are allowed. `wait_s`: the longest wait for a worker with room; None: the router's settings decide."""
 
     strategy: Strategy | None = None
     priority: int | None = None
@@ -32,7 +32,7 @@ class RequestHintHeaders:
 
     @classmethod
     def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> Self:
-        """Read the hints. Raises InvalidValue, one line that names the header."""
+        """Read the hints. Raises InvalidValue, with a one-line message that names the header."""
         found = {name: value.decode("latin-1").strip() for name, value in headers if name in HINT_HEADERS}
         for name, value in found.items():
             if len(value) > MOST_LETTERS:

@@ -1,4 +1,5 @@
-"""Selects the workers that may get a request: by labels, by lists of ids, and by reasons against single workers."""
+"""Selects the workers that may get a request: by labels, by lists of ids, and by excluding single workers for a given
+reason."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,8 +9,8 @@ from kvatlas.fleet.records import EngineEndpoint
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selects workers that have all of `labels`, are on the `allow` list (absent: all are), and are not on the `deny` list.
-    `unfit`: other workers that can't serve the request, by id, each with the reason."""
+    """Selects workers that have all of `labels`, are on the `allow` list (if there is one), and are not on the `deny` list.
+    `unfit`: other workers that can't serve the request, by id, with the reason for each."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     allow: Collection[str] | None = None

@@ -15,7 +15,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """Each worker in turn: a policy to compare with."""
+    """Chooses each worker in turn, as a policy to compare with."""
 
     def __init__(self) -> None:
         self._turn = 0

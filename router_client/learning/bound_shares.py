@@ -1,7 +1,7 @@
 """Learns how much of an upper bound engines really reuse, by pool, from the cached tokens in their answers.
 
-For some hybrid models, only residency is known (SGLang, or groups of an unknown kind): the resident blocks are an upper bound
-on what is reused. Once there are enough answers, the share that they reused is applied.
+For some hybrid models, only residency is known (with SGLang, or for groups of an unknown kind): the resident blocks are an
+upper bound on what is reused. Once there are enough answers, the share that was reused for them is applied.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from router_client.prompt import Prompt
 
 LEAST_ANSWERS = 20
 FADING = 0.99
-"""Factor by which an answer fades with each later answer: about the last hundred matter."""
+"""Factor by which an answer's weight shrinks with each later answer; about the last hundred answers matter."""
 STEP = 0.05
-"""Shares are rounded to multiples of this, so that pools are not rebuilt for each answer."""
+"""Shares are rounded to multiples of this, so that pools are not rebuilt after each answer."""
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class _Answers:
 
 
 class BoundShares:
-    """Gives each worker's rule as configured; for a worker whose tokens are an upper bound, with its pool's share.
-    `version` changes with any share."""
+    """Gives each worker's rule as configured and, for a worker whose tokens are an upper bound, applies its pool's
+    share. `version` changes whenever a share does."""
 
     def __init__(self, rules: ReuseRules) -> None:
         self.version = 0
@@ -50,7 +50,8 @@ class BoundShares:
         return rule if known is None or known.share == 1 else replace(rule, share=known.share)
 
     def record(self, prompt: Prompt, chosen: SelectionResult, endpoint: EngineEndpoint, usage: Usage) -> None:
-        """Learn from an answer of this worker. An answer without cached tokens, or without resident blocks, is ignored."""
+        """Learn from an answer from this worker. An answer without cached tokens, or without resident blocks, is
+        ignored."""
         if not endpoint.upper_bound or usage.cached_tokens is None:
             return
         readable = prompt.reading.readable_tokens(endpoint.kind)

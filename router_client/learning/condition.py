@@ -1,4 +1,4 @@
-"""Measures the condition of this router for its reports: `kvatlas.predictions.condition`."""
+"""Measures the condition of this router, for its reports: `kvatlas.predictions.condition`."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from router_client.counters import RouterCounters
 
 
 class RequestEnds(NamedTuple):
-    """Requests that ended since the server started: in total, those that no engine took, and those whose client gave up."""
+    """Requests that ended since the server started: all of them, those that no engine took, and those whose client gave
+    up."""
 
     requests: int = 0
     refused: int = 0
@@ -23,7 +24,7 @@ class ConditionMeter:
     """Reads the condition. `ends`, `proves_tenants` and `limits_shared` are set by a server built on this library."""
 
     def __init__(self, counters: RouterCounters, distance: StoreDistance, deadline_ms: float | None) -> None:
-        """`deadline_ms`: minimum time that a decision may wait for the store."""
+        """`deadline_ms`: the minimum time for which a decision may wait for the store."""
         self._counters = counters
         self._distance = distance
         self._deadline_ms = deadline_ms

@@ -1,8 +1,8 @@
-"""Fetches of KV between engines, as one router sees them: how much arrived.
+"""Fetches of KV between engines, as seen by one router: how much of what was requested has arrived.
 
 An answer with fewer cached tokens than predicted did not fetch everything: its source died or had evicted the blocks, or the
-engines can't reach each other at all. Later fetches in the pool are priced with the share that arrived. It recovers with
-time, so that a pool whose network was repaired is tried again.
+engines can't reach each other at all. Later fetches in the pool are priced with the share that arrived. That share recovers
+over time, so that a pool whose network has been repaired is tried again.
 """
 
 import math
@@ -16,13 +16,14 @@ from router_client.learning.working_set import WorkingSet
 from router_client.pricing.pool import UNKNOWN_DISPLACED
 
 FADING = 0.95
-"""Factor by which a fetch's weight shrinks with each later one: about the last twenty matter."""
+"""Factor by which a fetch's weight shrinks with each later one: about the last twenty fetches matter."""
 PRIOR_FETCHES = 0.5
-"""Initial evidence of a pool: as if this many fetches had arrived whole."""
+"""Initial evidence for a pool, as if this many fetches had arrived completely."""
 RECOVERS_S = 60.0
-"""Seconds in which all evidence loses two thirds of its weight."""
+"""Number of seconds in which all evidence loses two thirds of its weight."""
 CONGESTION = 10.0
-"""Cost of recomputation, as a multiple of the time it takes, because it delays other requests too."""
+"""The cost of computing something again, as a multiple of the time that it takes, since it delays other requests
+too."""
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class _Arrived:
 
 
 class Fetches:
-    """See `FetchKnowledge`. `clock`: seconds, monotonic."""
+    """See `FetchKnowledge`. `clock`: returns seconds of a monotonic clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +55,7 @@ class Fetches:
         return 1.0 if known is None else known.share(self._clock())
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """See `FetchKnowledge`. A copy displaces other blocks, and these are missed unless another worker holds them too.
+        """See `FetchKnowledge`. A copy displaces other blocks, which are missed unless another worker holds them too.
 
         If copies are placed at random, and the working set fits into `capacity_tokens` n times, no worker holds a share of
         exp(-n) of it. At 1, which also applies while the working set is unknown, copies cost as much as computing, so
@@ -76,7 +77,8 @@ class Fetches:
         known.record(chain, block_tokens)
 
     def record(self, pool_id: str, result: SelectionResult, usage: Usage) -> None:
-        """Learn from an answer. Ignored if its request was to fetch nothing, or if it reports no cached tokens."""
+        """Learn from an answer. The answer is ignored if nothing was to be fetched for its request, or if it reports no
+        cached tokens."""
         asked, cached = result.transferred_tokens, usage.cached_tokens
         if not asked or result.reads_store or cached is None:
             return

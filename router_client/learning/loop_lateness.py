@@ -1,7 +1,7 @@
 """Measures how late an event loop runs, because every time measured in it is late by the same amount.
 
-A busy router (hundreds of requests at once, other programs on its processors) sees an engine's answer late. If that delay were
-attributed to the engine, the engine that serves a burst would look many times slower than its equals.
+A busy router (one with hundreds of concurrent requests, or other programs on its processors) sees an engine's answer late. If
+that delay were attributed to the engine, the engine that serves a burst would look many times slower than its equals.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ TICK_S = 0.01
 LEAST_NS = 2_000_000
 """Smaller delays are within the resolution of timers."""
 MOST_KEPT = 4_096
-"""Limit of late ticks; for a loop that is never on time, those of about the last minute."""
+"""Maximum number of late ticks that are kept. For a loop that is never on time, these cover about the last minute."""
 
 
 class Watch:
@@ -24,7 +24,8 @@ class Watch:
 
 
 class LoopLateness:
-    """The lateness of one event loop. It ticks only while someone watches, so an idle router does not wake up for it."""
+    """The lateness of one event loop. Ticks only while it is being watched, so that it does not wake up an idle
+    router."""
 
     _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLateness]"] = WeakKeyDictionary()
 
@@ -37,7 +38,7 @@ class LoopLateness:
 
     @classmethod
     def of_running_loop(cls) -> "LoopLateness | None":
-        """The lateness of the running loop; None outside of one."""
+        """The lateness of the running loop; None if no loop is running."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -61,7 +62,7 @@ class LoopLateness:
         return watch
 
     def most_ns(self, start_ns: int, end_ns: int) -> int:
-        """The most that the loop was late, in nanoseconds, between two values of `time.perf_counter_ns`; 0 if it was on
+        """The loop's largest lateness, in nanoseconds, between two values of `time.perf_counter_ns`; 0 if it was on
         time."""
         most = 0
         if self._due_ns is not None and self._due_ns < end_ns:

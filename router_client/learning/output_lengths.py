@@ -1,8 +1,8 @@
-"""Lengths of answers, learned from the answers that this router saw: per session, and per pool by the length that requests
-allow.
+"""Lengths of answers, learned from the answers that this router has seen: for each session, and for each pool by the
+length that requests allow.
 
 A request limits the length of its answer, but clients write any number there: 4,096 for an answer of 200 tokens. So the
-lengths of answers to similar requests are used or, until there are any, the limit.
+lengths of answers to similar requests are used instead or, until there are any, the limit.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,8 @@ POOL_MEMORY = 64
 SESSION_MEMORY = 8
 """Number of answers that a mean represents; older ones fade."""
 POOL_WORTH = 2.0
-"""Weight of the pool's mean, in answers of a session; for a pool, the request's limit has half that weight."""
+"""Weight of the pool's mean, as a number of answers in a session. For a pool, the request's limit has half of that
+weight."""
 MOST_SESSIONS = 16_384
 
 
@@ -39,7 +40,7 @@ class OutputLengths:
         self._sessions: OrderedDict[tuple[str, str], _Mean] = OrderedDict()
 
     def expect(self, prompt: Prompt) -> int:
-        """The expected length of the answer to a prompt in tokens, within its limits."""
+        """The expected length, in tokens, of the answer to a prompt, within the prompt's limits."""
         limits = prompt.output_limits or OutputLimits()
         expected = float(prompt.output_tokens if limits.most is None else limits.most)
         pool_id = prompt.scope.pool_id

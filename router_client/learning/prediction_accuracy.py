@@ -1,6 +1,7 @@
 """Compares engines' answers with the predictions, counts them by pool, and reports the counts to the store.
 
-A wrong tokenizer shows here first. `kvatlas doctor` reads the reports of all routers (`kvatlas.predictions.store`).
+This is where a wrong tokenizer shows up first. `kvatlas doctor` reads the reports of all routers
+(`kvatlas.predictions.store`).
 """
 
 import asyncio
@@ -33,13 +34,13 @@ REPORT_S = 2.0
 """Interval of reports; unchanged ones are repeated because the store expires reports after 60 s."""
 CALL_S = 1.0
 LATELY_S = 60.0
-"""How long a request that went to another tenant's worker is reported."""
+"""How long a request that went to another tenant's worker continues to be reported."""
 
 BY_INDEX = (Basis.COST.value, Basis.POLICY.value)
 """Modes of the choices that used the index."""
 
 Report = Callable[[str, AnswerReport], Awaitable[None]]
-"""Stores the counts of a pool, given its id."""
+"""Stores the counts for the pool with the given id."""
 
 _log = logging.getLogger("router_client")
 
@@ -59,9 +60,9 @@ class PredictionAccuracy:
 
     counts: AnswerCounts = field(default_factory=AnswerCounts)
     stalled_by_pool: Callable[[], Mapping[str, Sequence[str]]] = dict
-    """Workers that a server built on this library finds stalled, by pool; included in the reports."""
+    """Workers, by pool, that a server built on this library considers stalled; they are included in the reports."""
     condition: Callable[[], RouterCondition | None] = lambda: None
-    """The condition of the whole router; included in the reports."""
+    """The condition of the whole router, which is included in the reports."""
     known_pools: Callable[[], Collection[str]] = tuple
     """Pools that are reported even before their first answer."""
     _recent: dict[str, RecentCounts] = field(default_factory=dict)

@@ -16,7 +16,7 @@ class RateMetrics:
         self._series: dict[tuple[str, str], MetricSource] = {}
 
     def export(self, pool_id: str, rates: Mapping[str, LearnedRates]) -> None:
-        """Export a pool's rates by worker; `rates` is read again each time an exporter asks."""
+        """Export a pool's rates by worker; `rates` is read again whenever an exporter asks."""
         self._rates[pool_id] = rates
         for pool, worker_id in [key for key in self._series if key[0] == pool_id and key[1] not in rates]:
             self._series.pop((pool, worker_id)).close()

@@ -1,4 +1,4 @@
-"""Rates learned from the requests that this router finished, shared with all other routers through the store.
+"""Rates learned from the requests that this router has finished, and shared with all other routers through the store.
 
 Learning delays no request: a finished request is only noted. Once a second its evidence is added to the store, and the
 evidence of all routers is read back. Prices change with the next read of the pool's records.
@@ -36,28 +36,29 @@ from router_client.settings import RouterSettings
 FIRST_READ_S = 1.0
 CLOSE_S = 1.0
 MOST_NOTED = 512
-"""Only the last requests, up to this many, are learned from in one turn, at 0.1 ms each: rates change slowly."""
+"""Maximum number of requests learned from in one turn, at 0.1 ms each. Only the last ones are used; rates change
+slowly."""
 MOST_A_WORKER = 64
-"""Maximum number of these requests per worker: the first ones of a turn count."""
+"""Maximum number of these requests per worker; the first ones in a turn count."""
 MISSED = 12.0
 FADES_IN = 16.0
 """A worker's evidence begins to fade when it has missed MISSED requests, compared with an equal share of its pool's
 requests. After FADES_IN more, a third of it is left."""
 STEPS = 4
-"""Number of steps in which its evidence fades; its rates are estimated again at each."""
+"""Number of steps in which a worker's evidence fades; its rates are estimated again at each step."""
 ESTIMATES_A_SLICE = 8
-"""Estimates to make, at 0.3 ms each, before other tasks get their turn."""
+"""Number of estimates, at 0.3 ms each, that are made before other tasks get a turn."""
 
 _log = logging.getLogger("router_client")
 
 
 class Starvation:
-    """Finds workers that get no new evidence while others of their pool do, and how much of their old evidence still
-    counts.
+    """Finds workers that get no new evidence while others in their pool do, and determines how much of their old evidence
+    still counts.
 
     A worker that was learned to be slow gets no requests, and without requests it would look slow forever. So a worker's
     evidence fades while its pool learns from others, until it is priced like its pool and gets requests again. Time alone
-    fades nothing: a pool that is idle overnight keeps its rates.
+    does not make it fade: a pool that is idle overnight keeps its rates.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,8 @@ class Starvation:
 
 
 class PoolRates:
-    """A pool's rates as this router knows them: from the evidence of all routers, plus its own that is not shared yet."""
+    """A pool's rates as known to this router, from the evidence of all routers plus its own evidence that has not been
+    shared yet."""
 
     def __init__(self, configured: EngineProfile) -> None:
         self.profile = configured
@@ -112,7 +114,8 @@ class PoolRates:
         return unshared
 
     def put_back(self, unshared: Mapping[str, Evidence]) -> None:
-        """Share evidence again that the store did not confirm. If the store did receive it, it merely counts twice."""
+        """Take back evidence that the store did not confirm, to share it again. If the store did receive it, it merely
+        counts twice."""
         for worker_id, evidence in unshared.items():
             self._unshared[worker_id] = evidence.followed_by(self._unshared.get(worker_id, Evidence()))
 
@@ -142,7 +145,7 @@ class PoolRates:
             self.profile = with_learned_rates(self._configured, self.learned, together)
 
     def _estimate(self, worker_id: str) -> Estimate:
-        """The estimate from all evidence known here; renewed when that has changed enough to matter."""
+        """The estimate from all evidence known here. It is renewed when that evidence has changed enough to matter."""
         evidence = self._shared.get(worker_id, Evidence())
         if (unshared := self._unshared.get(worker_id)) is not None:
             evidence = evidence.followed_by(unshared)
@@ -162,8 +165,8 @@ def _is_outdated(known: Estimate, evidence: Evidence) -> bool:
 
 
 class RateLearner:
-    """Learns for one router from `start` to `stop`. Other routers' evidence is read with a pool's first records in any
-    case."""
+    """Learns for one router from `start` to `stop`. In any case, other routers' evidence is read together with a pool's
+    first records."""
 
     def __init__(self, reservations: Reservations, settings: RouterSettings, counters: RouterCounters) -> None:
         self._reservations = reservations
@@ -178,12 +181,12 @@ class RateLearner:
         self._task = BackgroundTask(self._run, "kvatlas router rates")
 
     def learned(self, pool_id: str) -> Mapping[str, LearnedRates]:
-        """The learned rates of a pool's workers, as of the last exchange with the store."""
+        """The rates learned for a pool's workers, as of the last exchange with the store."""
         rates = self._pools.get(pool_id)
         return dict(rates.learned) if rates is not None else {}
 
     async def profile(self, pool_id: str) -> CostProfile:
-        """The current prices of the pool's workers. Waits for the store only for a pool's first prices."""
+        """The current prices of the pool's workers. Only a pool's first prices require waiting for the store."""
         if not self._settings.on or not isinstance(self._profile, EngineProfile):
             return self._profile
         rates = self._pools.get(pool_id)
@@ -233,7 +236,7 @@ class RateLearner:
         self._task.start()
 
     async def stop(self) -> None:
-        """Share the rest. Waits at most CLOSE_S for the store."""
+        """Stop, and share the rest. Waits at most CLOSE_S for the store."""
         if not await self._task.stop():
             return
         self._metrics.close()

@@ -13,18 +13,19 @@ from router_client.learning.loop_lateness import LoopLateness
 MOST_GAPS = 512
 LEAST_GAPS = 2
 MOST_TOKENS_A_PART = 16
-"""Engines with speculative decoding make up to about 10 tokens at a time."""
+"""Maximum number of tokens in one part. Engines with speculative decoding generate up to about 10 tokens at a time."""
 TOGETHER = 0.1
-"""Parts closer together than this share of the mean arrived together: the network or the event loop held back the first
-one."""
+"""Parts that are closer together than this share of the mean gap arrived together: the network or the event loop held
+back the first one."""
 MOST_LATE = 0.1
-"""Largest tolerated lateness of the loop, as a share of a measured time. Above it, the time says more about the loop than
-about the engine. A few turns of the loop pass within a measured time, so the error may be a few times as large."""
+"""Largest tolerated lateness of the loop, as a share of a measured time. Above that, the time says more about the loop
+than about the engine. A few turns of the loop pass within a measured time, so the actual error may be a few times as
+large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Microseconds; None: not measured. `AnswerClock` measures them.
+    """Times in microseconds; None: not measured. `AnswerClock` measures them.
 
     `ttft_us`: from sending the request to its first token. `tpot_us`: the median time from one token to the next; the mean
     would include the prefill of other requests.
@@ -51,7 +52,7 @@ class Timings:
 
 
 class Lateness(Protocol):
-    """The lateness of whatever measures the times; `LoopLateness` is one."""
+    """The lateness of whatever measures the times; implemented by `LoopLateness`."""
 
     def watch(self) -> object: ...
 
@@ -62,7 +63,7 @@ class Lateness(Protocol):
 class AnswerClock:
     """Starts when the request is sent; call `part` as each part of a streamed answer arrives.
 
-    `lateness` absent: the running event loop's; then `now_ns` must be on the same clock.
+    `lateness`: by default, that of the running event loop; `now_ns` must then use the same clock.
     """
 
     now_ns: Callable[[], int] = time.perf_counter_ns
@@ -84,8 +85,8 @@ class AnswerClock:
             self._watch = self.lateness.watch()
 
     def part(self, parts: int = 1) -> None:
-        """Record that one or more parts of the answer arrived, each of one or more tokens. Don't count parts that only have a
-        role, a token count or the end: an answer of a few tokens would look many times as fast."""
+        """Record that one or more parts of the answer arrived, each of one or more tokens. Don't count parts that carry only
+        a role, a token count or the end: otherwise an answer of a few tokens would look many times faster than it is."""
         if parts < 1:
             return
         now = self.now_ns()
@@ -104,7 +105,7 @@ class AnswerClock:
 
     @property
     def ttft_us(self) -> float | None:
-        """Time from the request to its first part, as seen here."""
+        """Time from the request to the first part of its answer, as seen here."""
         return None if self._first_ns is None else (self._first_ns - self._sent_ns) / 1_000
 
     def first_part(self) -> Timings:
@@ -113,14 +114,15 @@ class AnswerClock:
         return Timings(self.ttft_us if measured else None)
 
     def timings(self, output_tokens: int) -> Timings:
-        """The times of an answer of `output_tokens` that arrived in these parts.
+        """The times of an answer of `output_tokens` tokens that arrived in the recorded parts.
 
-        The time from token to token is the median over the parts, divided by the tokens per part. It is missing with fewer
-        than LEAST_GAPS, or if parts have more tokens than an engine makes at a time, because their number is then not
-        credible. Times that the event loop was too late to measure, or that the answer's receiver made longer, are left out.
+        The time from token to token is the median over the parts, divided by the tokens per part. It is missing if there are
+        fewer than LEAST_GAPS gaps, or if parts have more tokens than an engine generates at a time, because their number is
+        then not credible. Times that the event loop was too late to measure, or that the answer's receiver prolonged, are
+        left out.
         """
         if self._first_ns is None or output_tokens < 2 or not self._gaps:
-            # one part of several tokens: it is unknown when the first of them arrived
+            # one part of several tokens: when the first of them was generated is unknown
             return self.first_part() if output_tokens == 1 else Timings()
         tokens_a_part = 1.0
         if output_tokens - 1 > self._parts:  # the last token often has neither text nor a part
@@ -140,8 +142,8 @@ class AnswerClock:
         return self.lateness is None or self.lateness.most_ns(start_ns, end_ns) <= MOST_LATE * (end_ns - start_ns)
 
     def _join_gaps(self) -> list[tuple[int, int]]:
-        """The gaps between parts, each with the part that ended it. Parts that arrived together, though in two reads, count
-        as one arrival."""
+        """The gaps between parts, each with the number of parts that ended it. Parts that arrived together, though in two
+        reads, count as one arrival."""
         assert self._first_ns is not None
         least_ns = TOGETHER * (self._last_ns - self._first_ns) / self._parts_after_first
         joined: list[tuple[int, int]] = []

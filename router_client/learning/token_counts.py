@@ -11,9 +11,9 @@ MOST_TOKENS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """OpenAI's `usage`. `cached_tokens=None`: the engine does not report them.
+    """The `usage` of OpenAI's API. `cached_tokens=None`: the engine does not report cached tokens.
 
-    vLLM reports them with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
+    vLLM reports them if started with `--enable-prompt-tokens-details`; SGLang, with `--enable-cache-report`.
     """
 
     prompt_tokens: int
@@ -22,10 +22,10 @@ class Usage:
 
     @classmethod
     def of(cls, answer: Any) -> Self | None:
-        """Usage in an answer, or in one event of a stream; None if there is no valid usage.
+        """The usage in an answer, or in one event of a stream; None if there is no valid usage.
 
-        The Responses API and Anthropic's messages have `input_tokens`, the latter without the cached ones; their streams
-        have it inside a `response` or a `message`. SGLang's `/generate` has `meta_info`.
+        The Responses API and Anthropic's messages report `input_tokens`, the latter without the cached ones; their
+        streams carry the usage inside a `response` or a `message`. SGLang's `/generate` reports it in `meta_info`.
         """
         if not isinstance(answer, dict):
             return None
@@ -54,7 +54,7 @@ class Usage:
 
 
 def _is_count(value: Any) -> bool:
-    """True if it is a plausible token count. Whatever an engine reports, sums and records of it must not overflow."""
+    """True if the value is a plausible token count. Whatever an engine reports, sums and records must not overflow."""
     return type(value) is int and 0 <= value <= MOST_TOKENS
 
 

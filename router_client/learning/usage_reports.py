@@ -14,10 +14,10 @@ from kvatlas.store.deadline import STORE_FAILURES
 REPORT_S = 2.0
 CALL_S = 1.0
 MOST_REPORTS = 1_000
-"""Reports that may wait for the store; beyond this the oldest are dropped."""
+"""Maximum number of reports that may wait for the store; beyond that, the oldest are dropped."""
 
 Report = Callable[[int, str, Mapping[User, AnswerUse]], Awaitable[None]]
-"""Adds usage to a pool's totals: report number, pool id, usage."""
+"""Adds usage to a pool's totals, given the report's number, the pool's id and the usage."""
 
 _log = logging.getLogger("router_client")
 
@@ -40,7 +40,7 @@ class AnswerUsage:
         self._task.start()
 
     async def stop(self) -> None:
-        """Report the rest, if the store answers, and stop."""
+        """Stop, and report the rest if the store answers."""
         await self._task.stop()
         await self.report()
 
@@ -58,7 +58,7 @@ class AnswerUsage:
         return True
 
     def _cut(self) -> None:
-        """Make reports of what was counted since the previous ones."""
+        """Turn what has been counted since the previous reports into new ones."""
         used, self._used = self._used, {}
         by_pool: dict[str, list[tuple[User, AnswerUse]]] = {}
         for user, use in used.items():

@@ -1,9 +1,9 @@
-"""The working set of a pool: how many tokens of prefixes its prompts keep coming back to, as one router sees them.
+"""The working set of a pool: the number of prefix tokens that its prompts keep coming back to, as seen by one router.
 
-It is compared with what the caches hold (`Fetches.displaced_share`): while all of it fits several times over, one more copy
-displaces nothing that would be missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two prompts
-and the last one is at most KEPT_S ago. Only steps with certain hashes are followed, fewer the more there are, so that memory
-is bounded (C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
+It is compared with what the caches can hold (`Fetches.displaced_share`): as long as it fits several times over, one more
+copy displaces nothing that would be missed. A step (STEP_BLOCKS blocks) belongs to the working set if it was part of two
+prompts, the last of them at most KEPT_S ago. Only steps with certain hashes are tracked (the more steps there are, the
+fewer), so that memory is bounded (C. Waldspurger et al.: Efficient MRC construction with SHARDS, FAST 2015).
 """
 
 import time
@@ -21,7 +21,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class WorkingSet:
-    """The working set of one pool. `clock`: seconds, monotonic."""
+    """The working set of one pool. `clock`: returns seconds of a monotonic clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class WorkingSet:
             self._follow_fewer()
 
     def tokens(self) -> int | None:
-        """Return its size now; None if it is not known yet."""
+        """Return the current size of the working set; None if it is not known yet."""
         now = self._clock()
         if now - self._began_s < LEARNED_S:
             return None

@@ -10,9 +10,9 @@ from kvatlas.fleet.records import EngineEndpoint
 from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 ODD_BYTES = 5
-"""Bytes that an odd worker takes up in an ask, besides its id."""
+"""Number of bytes that an odd worker takes up in an ask in addition to its id."""
 MOST_SHAPES = 8
-"""Maximum number of block shapes that a prompt is looked up in: each needs its own chain and its own call."""
+"""Maximum number of block shapes in which a prompt is looked up. Each needs its own chain and its own call."""
 
 
 class BlockShape(NamedTuple):
@@ -24,7 +24,7 @@ class BlockShape(NamedTuple):
 
 
 def shape_of(endpoint: EngineEndpoint) -> BlockShape | None:
-    """How a worker cuts prompts; None: it has announced no block yet."""
+    """How a worker cuts prompts into blocks; None: it has not announced any block yet."""
     if endpoint.block_size is None:
         return None
     return BlockShape(endpoint.block_size, endpoint.granularity, endpoint.lookahead_tokens)
@@ -35,8 +35,9 @@ class Candidate:
     """A worker that may get a prompt.
 
     `kind`: the same number for all workers on which a request costs the same, apart from their cache content and load.
-    `block_size` 0: it has announced no block yet. `total_blocks`: the size of its cache, 0 if unknown. `limit`: how many
-    requests and tokens it can hold. `likeness`: as the store knows it (`kvatlas.reservations.likeness`).
+    `block_size` 0: the worker has not announced any block yet. `total_blocks`: the size of its cache, 0 if unknown.
+    `limit`: how many requests and tokens it can hold. `likeness`: the likeness under which the store knows it
+    (`kvatlas.reservations.likeness`).
     """
 
     id: str
@@ -50,15 +51,15 @@ class Candidate:
 
     @property
     def shape(self) -> BlockShape | None:
-        """How it cuts prompts; None: it has announced no block yet."""
+        """How the worker cuts prompts into blocks; None: it has not announced any block yet."""
         return shape_of(self.endpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """A row for each likeness and kind of candidates: the likeness, and an example candidate. The first row of a likeness
-    is for all its workers except the odd ones, whose row numbers are in `odd`. `numbers`: row number by likeness and
-    kind."""
+    """Rows for each likeness and kind of candidates, with the likeness and an example candidate. The first row of a
+    likeness is for all of its workers except the odd ones, whose row numbers are in `odd`. `numbers`: row numbers by
+    likeness and kind."""
 
     rows: tuple[tuple[bytes, Candidate], ...] = ()
     numbers: Mapping[tuple[bytes, int], int] = field(default_factory=dict)
@@ -81,8 +82,8 @@ class KindRows:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates of one likeness. `ids`: those of `example`'s kind; `odd`: those of other kinds, with `odd_examples`, one for
-    each of these kinds."""
+    """The candidates of one likeness. `ids`: those of the same kind as `example`; `odd`: those of other kinds;
+    `odd_examples`: one example for each of these kinds."""
 
     likeness: bytes
     example: Candidate
@@ -96,7 +97,7 @@ class Group:
 
 
 def groups_of(candidates: Sequence[Candidate]) -> tuple[Group, ...]:
-    """Group candidates by likeness; the example is of the most frequent kind."""
+    """Group candidates by likeness; each group's example is of the group's most frequent kind."""
     alike: dict[bytes, list[Candidate]] = {}
     for candidate in candidates:
         alike.setdefault(candidate.likeness, []).append(candidate)

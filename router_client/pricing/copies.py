@@ -1,10 +1,10 @@
-"""Copies: what a worker could read of a prompt beyond its own blocks, from a shared store or from another worker.
+"""Copies: the parts of a prompt, beyond its own blocks, that a worker could read from a shared store or from another worker.
 
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source reports the address to fetch from and the tiers that can be fetched, and the
 request can name the source (`Prompt.fetch_by`) unless the engine finds it on its own. Both also share a transfer group (or
-name none), and their blocks and marks are of one form: nothing is fetched that the reader could not use. The deepest copies
-are considered, and among these the ones with the fewest bytes; among equals, the booking chooses
+name none), and their blocks and marks have the same form: nothing is fetched that the reader could not use. The deepest
+copies are considered, and among these the ones with the fewest bytes; among equals, the booking chooses
 (`kvatlas.reservations.protocol.Fetching`). If the source does not know a copy's size, the reader's is assumed, so such a copy
 is compared with the others for each reader.
 """
@@ -29,7 +29,7 @@ NOT_FETCHED = TermKind("not_fetched", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """`reads`: what is read of each run: tokens, tier, and bytes per block (0: the reader's)."""
+    """`reads`: what is read for each run: its tokens, its tier, and the bytes per block (0: as in the reader)."""
 
     source: EngineEndpoint
     prefix: HeldPrefix
@@ -42,17 +42,19 @@ class _Copy:
 
     @property
     def sized(self) -> bool:
-        """True if its price does not depend on the reader's block size in bytes."""
+        """True if the copy's price does not depend on the size of the reader's blocks in bytes."""
         return all(size for _, _, size in self.reads)
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Deeper is better; at equal depth the copy whose farthest tier is nearer."""
+        """The depth of the copy, for comparison. Deeper is better; at equal depth, the copy whose farthest tier is
+        nearer."""
         return self.prefix.copied_tokens, -max(tier for _, tier, _ in self.reads)
 
     @property
     def rank(self) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """The highest is read: at equal depth the copy with fewer bytes in the farthest tier, then in nearer ones."""
+        """The copy's rank; the highest one is read. At equal depth, that is the copy with fewer bytes in the farthest
+        tier, then in nearer ones."""
         in_tier = dict.fromkeys(reversed(Tier), 0)
         for tokens, tier, size in self.reads:
             in_tier[tier] -= tokens * size
@@ -65,8 +67,8 @@ class _Copy:
 
 
 class CopySources:
-    """Finds the copies that a candidate may read; built once per request, so that the work grows with workers, not with their
-    pairs."""
+    """Finds the copies that a candidate may read; built once per request, so that the work grows with the number of workers,
+    not with the number of pairs."""
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._held = held
@@ -83,7 +85,7 @@ class CopySources:
                     self._add(_Copy.of(source, prefix))
 
     def add_best(self, quote: Quote) -> Quote:
-        """The quote with the copy to read: that of a shared store, unless one on another worker makes it cheaper."""
+        """The quote with the copy to read: the one in a shared store, unless a copy on another worker is cheaper."""
         reader = quote.candidate.endpoint
         best = self._read_store(quote, reader) if self._stores and reader.stores else quote
         if not self._deepest or reader.kv_connector not in self._fetch_by:
@@ -107,8 +109,8 @@ class CopySources:
                     deepest[place] = [copy]
 
     def _copies_for(self, reader: EngineEndpoint, own_tokens: int) -> Iterator[Sequence[_Copy]]:
-        """Copies that are deeper than the reader's own, in up to two groups of equals: the deepest, and the deepest in the
-        reader's domain. Each group includes equally deep copies of unknown size."""
+        """Copies that are deeper than the reader's own, in up to two groups of equals: the deepest ones, and the deepest
+        ones in the reader's domain. Each group includes equally deep copies of unknown size."""
         seen: set[str] = set()
         for key in _meeting_points(reader):
             for domain in (reader.locality_domain, None):
@@ -123,7 +125,7 @@ class CopySources:
                         yield equal if len(equal) <= MOST_SOURCES else _some_for(reader, equal)
 
     def _read(self, quote: Quote, source: EngineEndpoint, prefix: HeldPrefix) -> Quote | None:
-        """The quote with what the source holds beyond the worker's own blocks; None if that is nothing."""
+        """The quote with what the source holds beyond the worker's own blocks; None if it holds nothing more."""
         for_kind, reader = quote.for_kind, quote.candidate.endpoint
         reach = for_kind.usable_tokens(prefix)
         if reach <= quote.usable_tokens:
@@ -139,8 +141,8 @@ class CopySources:
         return read if source.is_store else self._with_surcharges(read, quote.base_us, own)
 
     def _with_surcharges(self, read: Quote, otherwise_us: float, own: Sequence[Piece]) -> Quote:
-        """`otherwise_us`: what the request would cost there if the worker computed what it fetches; `own`: reads of its own
-        blocks."""
+        """The quote with its surcharges. `otherwise_us`: what the request would cost there if the worker computed what it
+        is to fetch; `own`: the reads of its own blocks."""
         tokens = read.transferred_tokens
         at_hand_us, _ = read.for_kind.price_pieces([*own, Piece(tokens, 0, Tier.HBM)])
         computing_us = max(0.0, otherwise_us - at_hand_us)
@@ -153,8 +155,8 @@ class CopySources:
         )
 
     def _read_store(self, quote: Quote, reader: EngineEndpoint) -> Quote:
-        """The quote with what the deepest of the reader's shared stores holds beyond its own; among equally deep stores, the
-        one that is read fastest.
+        """The quote with what the deepest of the reader's shared stores holds beyond the reader's own blocks. Among equally
+        deep stores, the one that can be read fastest counts.
 
         A worker with marks reads nothing from a store, which does not report the blocks of its other groups.
         """
@@ -172,21 +174,22 @@ class CopySources:
 
 
 def _some_for(reader: EngineEndpoint, equal: Sequence[_Copy]) -> Sequence[_Copy]:
-    """MOST_SOURCES of these; different ones for different readers."""
+    """MOST_SOURCES of these copies; different readers get different ones."""
     first = crc32(reader.id.encode()) % len(equal)
     return [*equal[first:], *equal[:first]][:MOST_SOURCES]
 
 
 def _meeting_points(worker: EngineEndpoint) -> list[Hashable]:
-    """What two workers have in common if one can use the other's blocks: one for each transfer group."""
+    """The meeting points of a worker, one for each transfer group. Two workers that have one in common can use each
+    other's blocks."""
     form = meeting_form(worker)
     return [(group, form) for group in worker.transfer_groups or ("",)]
 
 
 @lru_cache(maxsize=16_384)
 def fetchable_prefix(held: HeldPrefix, labels: Sequence[str]) -> HeldPrefix:
-    """The part of a held prefix that is in tiers with these labels, without a gap from its start. Nothing if that is less than
-    its marks need, because it is unknown where earlier marks would let an engine resume."""
+    """The part of a held prefix that is in tiers with these labels, without a gap from its start. It is empty if that is less
+    than its marks need, because it is not known where earlier marks would let an engine resume."""
     runs: list[Run] = []
     for run in held.runs:
         found = tuple(tier for tier in run.tiers if tier.label in labels)

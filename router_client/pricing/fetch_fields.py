@@ -1,8 +1,8 @@
-"""How a request names the worker from which its engine fetches KV: fields of its body, or llm-d's header.
+"""How a request names the worker from which its engine is to fetch KV: in fields of its body, or in llm-d's header.
 
 Sources: vLLM's OffloadingConnector (`kv_offload/tiering/p2p`: `remote_kv_source`), the envelope of KV hints that vLLM 0.30
-takes (`kv_hints/protocol.py`) with the action `kv.fetch` 1.0 of KVCR and Dynamo, SGLang's field of the same name and form, and
-llm-d-router v0.9.0 (`pkg/common/routing`: `x-kv-cache-source-host-port`).
+accepts (`kv_hints/protocol.py`) with the action `kv.fetch` 1.0 of KVCR and Dynamo, SGLang's field of the same name and form,
+and llm-d-router v0.9.0 (`pkg/common/routing`: `x-kv-cache-source-host-port`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ _PARAMS = "kv_transfer_params"
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One fetch of a request: `tokens` of its prompt, from `source`. `block_hashes`: the source's own, of the prompt's blocks
-    from the first one on, if its connector asks for blocks by them."""
+    """One fetch for a request: `tokens` tokens of its prompt, from `source`. `block_hashes`: the source's own hashes of the
+    prompt's blocks, from the first one on, if its connector requests blocks by them."""
 
     source: EngineEndpoint
     tokens: int
@@ -31,8 +31,8 @@ class Fetch:
         return self.source.kv_connector is KvConnector.KVCR
 
     def fields(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields to add to a request's body, or to replace in it; none if the engine finds the source on its own. Each attempt
-        needs its own fields."""
+        """The fields to add to a request's body, or to replace in it; none if the engine finds the source on its own. Each
+        attempt needs fields of its own."""
         match self.source.kv_connector:
             case KvConnector.P2P:
                 kept = body.get(_PARAMS)

@@ -1,4 +1,5 @@
-"""Quotes for a large pool without a quote for every worker: those that stand out are named, the others are look-alikes.
+"""Quotes for a large pool without a quote for every worker: workers that stand out are named, and the others are
+look-alikes.
 
 A worker stands out if it holds a different part of the prompt than most workers of its likeness, or is of a different kind
 (its learned rates differ). The store finds the cheapest of the rest by their load
@@ -30,8 +31,8 @@ KNOWN_SHARE = 0.875
 
 @dataclass(frozen=True, slots=True)
 class LookAlikeQuotes:
-    """`named`: in tie-breaking order. `look_alikes`: a quote for each likeness; its candidate is any worker of that
-    likeness.
+    """`named`: quotes for named workers, in tie-breaking order. `look_alikes`: a quote for each likeness; its candidate
+    is any worker of that likeness.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`).
     """
@@ -42,11 +43,12 @@ class LookAlikeQuotes:
     ring: int
 
     def for_pool(self, pool: Pool) -> "LookAlikeQuotes":
-        """The same quotes for a later read of the pool."""
+        """The same quotes, for a later read of the pool."""
         return replace(self, pool=pool)
 
     def match(self, evaluation: Evaluation) -> tuple[list[Quote], Sequence[OfferEvaluation], int | None]:
-        """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
+        """Match an evaluation's offers with quotes. Returns the quotes, the evaluations of the offers, and the position
+        of the chosen one.
 
         Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
         """
@@ -62,21 +64,22 @@ class LookAlikeQuotes:
 
 
 def keep_offers(evaluation: Evaluation, kept: Sequence[int]) -> tuple[Sequence[OfferEvaluation], int | None]:
-    """The evaluations of the offers of these numbers, and the chosen one's place among them (None: it has none)."""
+    """The evaluations of the offers with these numbers, and the position of the chosen one among them (None: it is not
+    among them)."""
     by_offer, chosen = evaluation.by_offer, kept.index(evaluation.chosen) if evaluation.chosen in kept else None
     return by_offer if len(kept) == len(by_offer) else [by_offer[number] for number in kept], chosen
 
 
 def least_members(pool: Pool) -> int:
-    """Minimum number of look-alikes of a pool that the store should know."""
+    """Minimum number of a pool's look-alikes that the store should know."""
     return int(KNOWN_SHARE * sum(group.size for group in pool.groups))
 
 
 def quote_look_alikes(
     prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix], fingerprint: bytes, *, named: Sequence[str] = ()
 ) -> LookAlikeQuotes | None:
-    """Quotes for a large pool. `named`: candidates to name in any case. None if the pool is small, has many likenesses, or too
-    many workers stand out."""
+    """Quotes for a large pool; None if the pool is small or has many likenesses, or if too many workers stand out. `named`:
+    candidates to name in any case."""
     if not 0 < len(pool.groups) <= MOST_LIKENESSES or len(pool.candidates) < LEAST_CANDIDATES:
         return None
     desk = QuoteDesk(prompt, pool, held)

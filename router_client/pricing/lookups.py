@@ -30,8 +30,8 @@ from router_client.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class LookupQuotes:
-    """`kinds`: number of the kind -> what its workers share. `rows`: likeness and quote of each row of look-alikes; the
-    quote's candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up.
+    """`kinds`: maps the number of a kind to what its workers share. `rows`: likeness and quote for each row of look-alikes;
+    the quote's candidate is any worker of that row. `empty`: the prompt's chains, with nothing looked up yet.
 
     `ring`: the prompt's place on the ring of equals (`kvatlas.reservations.likeness`). In a small pool the lookup names the
     candidates in tie-breaking order instead.
@@ -46,11 +46,12 @@ class LookupQuotes:
     ring: int
 
     def for_pool(self, pool: Pool) -> "LookupQuotes":
-        """The same quotes for a later read of the pool, in which the kinds have other numbers."""
+        """The same quotes, for a later read of the pool in which the kinds have different numbers."""
         return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
-        """The quotes and the evaluations of an evaluation's offers, and the number of the chosen one.
+        """Match an evaluation's offers with quotes. Returns the quotes, the evaluations of the offers, and the position
+        of the chosen one.
 
         Workers that this reading of the pool does not have yet are left out; None: the chosen worker is one of them.
         """
@@ -97,7 +98,8 @@ class LookupQuotes:
 
 
 class MemberQuotes(Sequence[Quote]):
-    """Quotes that are built when they are read, because a router reads only one of those that the store returned."""
+    """Quotes that are built only when they are read, because a router reads just one of those that the store
+    returned."""
 
     def __init__(self, quotes: LookupQuotes, held: Sequence[tuple[Candidate, int]]) -> None:
         self._quotes = quotes
@@ -116,7 +118,7 @@ class MemberQuotes(Sequence[Quote]):
         return len(self._held)
 
     def number_of(self, worker_id: str) -> int | None:
-        """The number of a worker's quote, without making the quote; None if there is none."""
+        """The position of a worker's quote, without building the quote; None if there is none."""
         return next((i for i, (candidate, _) in enumerate(self._held) if candidate.id == worker_id), None)
 
 
@@ -164,13 +166,13 @@ def quote_lookup(
 
 
 def _quote_kinds(prompt: Prompt, pool: Pool) -> Mapping[int, KindQuote]:
-    """Number of the kind -> what its workers share."""
+    """What the workers of each kind share, by the number of the kind."""
     examples = {example.kind: example for _, example in pool.kind_rows.rows}
     return {kind: KindQuote.of(prompt, example, pool.profile) for kind, example in examples.items()}
 
 
 def why_not_looked_up(prompt: Prompt, pool: Pool, *, explain_all: bool = False) -> str:
-    """Why a choice needs a lookup of its own first, in a few words; empty if it does not."""
+    """Why a choice first needs a lookup of its own, in a few words; empty if it does not."""
     if not pool.candidates:
         return "no worker can take the prompt"
     large = len(pool.candidates) >= LEAST_CANDIDATES

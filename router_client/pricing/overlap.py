@@ -23,7 +23,7 @@ from router_client.prompt_chain import PromptChain
 
 
 class OverlapIndex(Protocol):
-    """The only call that a choice makes to the index; every `kvatlas.index.protocol.ResidencyIndex` has it."""
+    """The only index call that a choice needs; every `kvatlas.index.protocol.ResidencyIndex` has it."""
 
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
@@ -34,7 +34,7 @@ class OverlapIndex(Protocol):
 
 @runtime_checkable
 class ReportsStatus(Protocol):
-    """An index that reports a status."""
+    """An index that can report its status."""
 
     def status(self) -> dict[str, Any] | None:
         """The human-readable status, as plain data."""
@@ -42,7 +42,7 @@ class ReportsStatus(Protocol):
 
 @runtime_checkable
 class BlockIndex(Protocol):
-    """An index's calls about single blocks."""
+    """An index's calls for single blocks."""
 
     async def locate(self, scope: Scope, sequence_hash: int) -> Sequence[Residency]:
         """See `ResidencyIndex`."""
@@ -70,7 +70,7 @@ class ResidencyOnly:
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a prompt's start that one worker holds; `tiers` nearest first.
+    """Consecutive tokens of a prompt's start that one worker holds; `tiers` are ordered from nearest to farthest.
 
     The tiers are those of the run's first and last block.
     """
@@ -82,8 +82,8 @@ class Run(NamedTuple):
 class HeldPrefix(NamedTuple):
     """How much of a prompt's start one worker holds: its runs, in order, in whole blocks of its own size.
 
-    `in_hbm`: all of it is in HBM. `reach_tokens`: how far its marks let its engine resume this prompt; None for a worker
-    without marks, whose engine's rule decides.
+    `in_hbm`: all of it is in HBM. `reach_tokens`: how far the worker's marks let its engine resume this prompt; None for
+    a worker without marks, for which the engine's rule decides.
     """
 
     runs: tuple[Run, ...] = ()
@@ -100,11 +100,12 @@ class HeldPrefix(NamedTuple):
 
     @property
     def copied_tokens(self) -> int:
-        """Number of its tokens that an engine can use."""
+        """The number of its tokens that can be of use to an engine."""
         return self.tokens if self.reach_tokens is None else self.reach_tokens
 
     def usable_tokens(self, rule: ReuseRule, prompt: Prompt, kind: EngineKind, block_size: int) -> int:
-        """Number of the prompt's first tokens that an engine with this rule and kind would not recompute."""
+        """The number of tokens at the prompt's start that an engine with this rule and of this kind would not compute
+        again."""
         readable = prompt.reading.readable_tokens(kind)
         if self.reach_tokens is None:
             return rule.usable_tokens(self.tokens, prompt.input_tokens, block_size, readable)
@@ -120,8 +121,8 @@ _tiers = cache(tiers_of)  # at most 256 flag bytes, read for each worker of each
 class PromptLookup:
     """The part of a prompt that each of a pool's workers holds; workers that hold nothing are absent.
 
-    `fingerprint` identifies the prompt's start, in the same way on every router. `chains`: block size -> chain, as far as
-    hashed. `source`: see `Overlap`.
+    `fingerprint` identifies the prompt's start, in the same way on every router. `chains`: the chains by block size, as
+    far as they have been hashed. `source`: see `Overlap`.
     """
 
     held: Mapping[str, HeldPrefix]
@@ -157,7 +158,8 @@ async def look_up_overlap(
 
 
 def chain_for(prompt: Prompt, shape: BlockShape, plain: Mapping[int, PromptChain]) -> PromptChain:
-    """The chain for a lookup. Bookings and fingerprints use the plain chain, which all workers of a block size share."""
+    """The chain for a lookup. Bookings and fingerprints use the plain chain, which all workers with the same block size
+    share."""
     if shape.lookahead_tokens:
         return PromptChain(prompt, shape.block_size, shape.lookahead_tokens)
     return plain[shape.block_size]
@@ -212,7 +214,7 @@ async def _look_up_shape(
 
 
 def _append_runs(runs: Mapping[str, WorkerRuns], before: int, found: Mapping[str, WorkerRuns]) -> dict[str, WorkerRuns]:
-    """Join `runs`, which cover the first `before` blocks, with those found after them."""
+    """Join `runs`, which cover the first `before` blocks, with the runs found after them."""
     joined = dict(runs)
     for worker_id, behind in found.items():
         known = runs.get(worker_id, ())
@@ -225,7 +227,8 @@ def _append_runs(runs: Mapping[str, WorkerRuns], before: int, found: Mapping[str
 
 
 async def _gather(lookups: Sequence[Coroutine[Any, Any, _ShapeLookup]]) -> list[_ShapeLookup]:
-    """All results; several lookups run concurrently. Raises the first error itself, not an exception group."""
+    """Run several lookups concurrently and return all results. Raises the first error itself, not an exception
+    group."""
     if len(lookups) <= 1:
         return [await lookup for lookup in lookups]
     try:
@@ -242,12 +245,13 @@ def _length(found: Sequence[tuple[int, int]]) -> int:
 
 @lru_cache(maxsize=16_384)
 def _prefix_of(found: WorkerRuns, step_tokens: int) -> HeldPrefix:
-    """The prefix of these runs. Cached, because many workers and prompts have the same; equal ones are one object."""
+    """The prefix of these runs. Cached, because many workers and prompts have the same prefix; equal prefixes are one
+    object."""
     return HeldPrefix.of(_merge_runs(found, step_tokens))
 
 
 def _merge_runs(found: Sequence[tuple[int, int]], step_tokens: int) -> tuple[Run, ...]:
-    """Turn (length in steps, flags) into runs in tokens; adjacent ones in the same tiers become one."""
+    """Turn (length in steps, flags) into runs in tokens; adjacent runs in the same tiers become one."""
     if len(found) == 1:
         ((length, flags),) = found
         return (Run(length * step_tokens, _tiers(flags)),)

@@ -39,11 +39,11 @@ UNKNOWN_DISPLACED = 0.3
 """`FetchKnowledge.displaced_share` if the size of a cache is unknown."""
 MOST_SKIPPED = 64
 MOST_TENANTS = 256
-"""Limit of tenants for which a pool remembers which of its workers they may use."""
+"""Maximum number of tenants for which a pool remembers which of its workers they may use."""
 
 
 class WorkerRules(Protocol):
-    """What each worker's engine reuses: `ReuseRules`, or `BoundShares`, which are corrected by answers."""
+    """Rules for what each worker's engine reuses: either `ReuseRules`, or `BoundShares`, which learn from answers."""
 
     def of(self, endpoint: EngineEndpoint) -> ReuseRule: ...
 
@@ -55,15 +55,15 @@ class FetchKnowledge(Protocol):
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """Cost of another copy to later requests, as a share of what computing it takes, 0 to 1. `capacity_tokens`: what
-        the pool's caches hold; None: unknown."""
+        """What another copy costs later requests, as a share (0 to 1) of what computing it takes. `capacity_tokens`:
+        what the pool's caches can hold; None: unknown."""
 
     def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:
         """Record a prompt that may be fetched; `chain`: its packed sequence hashes."""
 
 
 class NothingFetched:
-    """Knowledge before any fetch."""
+    """What is known before any fetch."""
 
     def share(self, _pool_id: str) -> float:
         return 1.0
@@ -83,13 +83,13 @@ def why_unable(record: FleetRecord) -> str | None:
 
 
 def is_readable(record: FleetRecord) -> bool:
-    """True if workers may read this one's cache now. A draining engine still answers reads."""
+    """True if other workers may read this worker's cache now. A draining engine still answers reads."""
     return record.liveness is Liveness.ALIVE and record.state in (EngineState.UP, EngineState.DRAINING)
 
 
 def is_fetchable(record: FleetRecord) -> bool:
-    """True if other engines may fetch from this one: its host is in a private network, or its publisher's identity names it,
-    so that no outsider chooses the hosts that engines connect to."""
+    """True if other engines may fetch from this one: its host is on a private network, or its publisher's identity names it,
+    so that no outsider can choose the hosts that engines connect to."""
     endpoint = record.endpoint
     if not endpoint.can_be_fetched_from:
         return False
@@ -98,7 +98,8 @@ def is_fetchable(record: FleetRecord) -> bool:
 
 
 class ReportedLoads(dict[str, Load | None]):
-    """Each worker's load from its record, computed on first access: a choice in the store needs none. None: not reported."""
+    """Each worker's load according to its record (None: not reported). It is computed on first access, since a choice in the
+    store does not need it."""
 
     def __init__(self, records: Mapping[str, FleetRecord]) -> None:
         self._records = records
@@ -116,16 +117,17 @@ class Pool:
 
     `candidates` may get whole requests: workers that prefill and decode; only if there are none, prefill workers that can
     do both. `prefillers` compute prompts alone, `decoders` answers or both. `unable` can't serve anything now; `left_out`
-    are all workers that are not candidates; both with the reason, by id. All are sorted by id. `block_shapes` has every
-    worker that announces blocks; `sources` are the workers from which others may fetch. `stores` are the shared stores,
-    read by the workers that name them; they get no requests, so they are neither candidates nor left out. `profile`:
-    current prices. `loads`: reported loads of this read. `groups` has all candidates, and up to MOST_SKIPPED workers that a
-    caller does not want (`skipped`); it is empty if there are more. `kind_rows`: rows of `groups`. `chains`: chains that
-    workers' blocks are keyed by, with their block sizes. `usual_block_size`: that of most candidates; None if none has
-    announced blocks. `tenants`: each list of tenants whose prompts some worker may get; `by_tenant`: the pool as tenants
-    see it (`of_tenant`). `fetches`: what is known about fetches from `sources`; `connectors`: the connectors of `sources`.
-    `capacity_tokens`: total cache size of all workers that compute prompts, whoever may use them; None if one is unknown.
-    `least_cache_tokens`: size of the smallest known cache, whoever may use it; 0 if none is known.
+    are all workers that are not candidates; both give the reason for each worker, by id. All are sorted by id.
+    `block_shapes` contains every worker that announces blocks; `sources` are the workers from which others may fetch.
+    `stores` are the shared stores, read by the workers that name them; they get no requests, so they are neither candidates
+    nor left out. `profile`: current prices. `loads`: the loads reported in this read. `groups` contains all candidates, and
+    up to MOST_SKIPPED workers that a caller does not want (`skipped`); it is empty if there are more. `kind_rows`: the rows
+    of `groups`. `chains`: the chains by which workers' blocks are keyed, with their block sizes. `usual_block_size`: that
+    of most candidates; None if no candidate has announced blocks. `tenants`: each list of tenants whose prompts some worker
+    may get; `by_tenant`: the pool as tenants see it (`of_tenant`). `fetches`: what is known about fetches from `sources`;
+    `connectors`: the connectors of `sources`. `capacity_tokens`: total cache size of all workers that compute prompts,
+    whoever may use them; None if one is unknown. `least_cache_tokens`: size of the smallest known cache, whoever may use
+    it; 0 if none is known.
     """
 
     records: Mapping[str, FleetRecord]
@@ -154,13 +156,14 @@ class Pool:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many workers may get whole requests, prompts, and answers."""
+        """How many workers may get whole requests, prompts only, and answers."""
         return len(self.candidates), len(self.prefillers), len(self.decoders)
 
     @property
     def looked_up_shapes(self) -> Mapping[BlockShape, frozenset[str]]:
-        """The shapes that prompts are looked up in: up to MOST_SHAPES, the most common among workers that may get requests.
-        A shared store's counts once for each of its readers. Workers of other shapes count as if they held nothing."""
+        """The shapes in which prompts are looked up: up to MOST_SHAPES, namely the most common ones among workers that may
+        get requests. A shared store's shape counts once for each of its readers. Workers with other shapes are treated as
+        if they held nothing."""
         if len(self.block_shapes) <= MOST_SHAPES:
             return self.block_shapes
         serving = [self.records[id].endpoint for id in self.serving]
@@ -175,11 +178,11 @@ class Pool:
         return {one.id for some in (self.candidates, self.prefillers, self.decoders) for one in some}
 
     def fits_everywhere(self, tokens: int) -> bool:
-        """True if no worker's cache is known to be too small for a prompt of this many tokens."""
+        """True if no worker has a cache that is known to be too small for a prompt of this many tokens."""
         return not 0 < self.least_cache_tokens < tokens
 
     def serving_prompts_of(self, tokens: int) -> Set[str]:
-        """Those of `serving` whose caches can hold a prompt of this many tokens, or are of unknown size."""
+        """The workers in `serving` whose caches can hold a prompt of this many tokens, or are of unknown size."""
         if self.fits_everywhere(tokens):
             return self.serving
         some = (self.candidates, self.prefillers, self.decoders)
@@ -253,8 +256,8 @@ class Pool:
         )
 
     def read_again(self, records: Mapping[str, FleetRecord]) -> "Pool | None":
-        """The pool of a later reading in which only loads and times changed, at a microsecond per worker; None if more
-        changed."""
+        """The pool for a later read in which only loads and times have changed, built at a microsecond per worker; None
+        if anything else has changed."""
         before = self.records
         if len(before) != len(records):
             return None
@@ -266,13 +269,13 @@ class Pool:
 
     @property
     def left_out_of_pairs(self) -> Mapping[str, str]:
-        """Why no worker can answer a request, alone or with a prefill worker: a reason for each, by id."""
+        """Why no worker can answer a request, alone or with a prefill worker: the reason for each one, by id."""
         prefill_only = {c.id: "it only computes prompts" for c in self.prefillers}
         unreached = {c.id: "it computes no prompts, and no prefill worker reaches it" for c in self.decoders}
         return dict(sorted({**self.unable, **prefill_only, **unreached}.items()))
 
     def narrow(self, why_not: Callable[[EngineEndpoint], str | None]) -> "Pool":
-        """The pool without the workers that `why_not` gives a reason against; nothing is fetched from them either."""
+        """The pool without the workers for which `why_not` gives a reason; nothing is fetched from those either."""
         reasons = {
             id: why
             for id, record in self.records.items()
@@ -302,7 +305,7 @@ class Pool:
         )
 
     def of_tenant(self, tenant_id: str) -> "Pool":
-        """The pool without workers that may not get this tenant's prompts; computed once per tenant."""
+        """The pool without the workers that may not get this tenant's prompts. It is computed once per tenant."""
         if all(include(tenants, tenant_id) for tenants in self.tenants):
             return self
         if (known := self.by_tenant.get(tenant_id)) is not None:
@@ -330,7 +333,8 @@ class Pool:
 def serves_whole(worker: EngineEndpoint) -> bool:
     """True if a worker can compute both prompt and answer, whatever its role.
 
-    An SGLang server started for one of them (`--disaggregation-mode`) waits for a partner; others can do both.
+    An SGLang server that was started for only one of them (`--disaggregation-mode`) waits for a partner; all others can
+    do both.
     """
     return worker.role is Role.BOTH or worker.kind is not EngineKind.SGLANG
 
@@ -338,7 +342,7 @@ def serves_whole(worker: EngineEndpoint) -> bool:
 def _build_candidates(
     rules: WorkerRules, profile: CostProfile, kinds: dict[Hashable, int], records: Sequence[FleetRecord]
 ) -> tuple[Candidate, ...]:
-    """Build candidates. `kinds`: the numbers of the kinds so far; new kinds are added."""
+    """Build candidates. `kinds`: the kinds so far, with their numbers; new kinds are added."""
     candidates = []
     for record in records:
         endpoint = record.endpoint
@@ -360,8 +364,8 @@ def _build_candidates(
 
 
 def meeting_form(worker: EngineEndpoint) -> Hashable:
-    """The properties that two workers must share, besides a transfer group, for one to fetch KV from the other; None for a
-    worker that does not fetch."""
+    """The properties that two workers must have in common, besides a transfer group, for one to fetch KV from the other;
+    None for a worker that does not fetch."""
     if worker.kv_connector is None:
         return None
     near = is_loopback(urlsplit(worker.url).hostname or "")  # reachable only for engines on that machine
@@ -379,7 +383,8 @@ def _differs_in_load_only(before: FleetRecord, now: FleetRecord) -> bool:
 
 
 def _capacity(record: FleetRecord) -> tuple[int, int]:
-    """The fixed part of a load report: request slots and blocks of the cache, 0 if unknown."""
+    """The fixed part of a load report: the number of request slots, and the number of blocks in the cache; 0 if
+    unknown."""
     metrics = record.load.forward_pass if record.load else ForwardPassMetrics()
     return metrics.total_request_slots, metrics.total_kv_blocks
 

@@ -3,8 +3,9 @@ cheaper.
 
 A pair costs the prompt on a prefill worker (its queue, its cache), the transfer of the KV that the decode worker does not
 hold, and decoding there. KV can be moved between two workers that name a common transfer group, have the same block size and
-speak the same protocol (vLLM's, SGLang's). Workers that name no group are assumed to reach each other, because otherwise a
-prefill worker would be useless. Below a number of new tokens a worker computes the prompt itself, if it can.
+speak the same protocol (vLLM's or SGLang's). Workers that name no group are assumed to reach each other, because otherwise a
+prefill worker would be useless. If there are fewer than a certain number of new tokens, a worker computes the prompt itself
+if it can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +49,10 @@ class _KvSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairQuotes:
-    """Quotes of one request: `prefills` for the prompt alone, `decodes` for the answer alone, `wholes` for both.
+    """Quotes for one request: `prefills` for the prompt alone, `decodes` for the answer alone, `wholes` for both.
 
-    `groups`: the group number of each prefill quote; KV of all workers in a group has one price. `prices_us`: for each
-    decode quote the price of the answer with the KV from each group; None: it can't be read.
+    `groups`: the group number of each prefill quote; the KV of all workers in a group has the same price. `prices_us`:
+    for each decode quote, the price of the answer with the KV from each group; None: that KV can't be read.
     """
 
     prefills: Sequence[Quote]
@@ -75,7 +76,7 @@ class PairQuotes:
         plain = {q.id: q._replace(surcharges=(), surcharge_us=0) for q in (*self.decodes, *self.wholes)}
         answering = list(plain.values())
         result = add(answering)
-        if result is answering:  # nothing was added
+        if result is answering:  # no surcharge was added
             return self
         added = {quote.id: quote for quote in result}
 
@@ -124,7 +125,8 @@ def quote_pairs(
     fingerprint: bytes,
     least_new_tokens: int,
 ) -> PairQuotes:
-    """Quote pairs. `least_new_tokens`: a worker that would compute fewer itself gets no prefill worker."""
+    """Quote pairs. `least_new_tokens`: a worker that would have to compute fewer tokens than this gets no prefill
+    worker."""
     prompt_alone = replace(prompt, output_tokens=0)
     prefills = quote_candidates(prompt_alone, pool, held, fingerprint=fingerprint, candidates=pool.prefillers)
     decoders = quote_candidates(prompt, pool, held, fingerprint=fingerprint, candidates=pool.decoders)
@@ -171,8 +173,8 @@ class PairRanking:
 
     @property
     def alternative(self) -> "Alternative | None":
-        """The cheapest of the other kind: one worker for both, or a pair (with a prefill that is the cheapest, or nearly
-        so)."""
+        """The cheapest choice of the other kind: one worker for both, or a pair, whose prefill is the cheapest or nearly
+        so."""
         if self._evaluation.prefill is not None:
             return Alternative(None, self.wholes[0]) if self.wholes else None
         return Alternative(self.prefills[0], self.decodes[0]) if self.decodes else None
@@ -225,7 +227,7 @@ class PairRanking:
 
 
 class Alternative(NamedTuple):
-    """The cheapest choice of the kind that was not chosen."""
+    """The cheapest choice of the other kind, the one that was not chosen."""
 
     prefill: SelectionResult | None
     decode: SelectionResult
@@ -259,7 +261,7 @@ def _is_near(reader: Candidate, source: _KvSource) -> bool | None:
 
 def _decode_quote(quote: Quote, near: bool, block_bytes: int) -> Quote:
     """A quote for only the answer: tokens that the worker does not hold are read from a prefill worker, whose blocks have
-    `block_bytes` (0: unknown)."""
+    `block_bytes` bytes (0: unknown)."""
     for_kind, usable = quote.for_kind, quote.usable_tokens
     own = for_kind.pieces(quote.held.runs, 0, usable)
     rest = for_kind.prompt.input_tokens - usable

@@ -1,4 +1,4 @@
-"""Quotes all candidates of a pool for one prompt, and computes only once what they have in common."""
+"""Quotes all candidates of a pool for one prompt. What they have in common is computed only once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,13 +18,13 @@ def quote_candidates(
     fingerprint: bytes = b"",
     candidates: Sequence[Candidate] | None = None,
 ) -> list[Quote]:
-    """A quote for every candidate (`candidates` absent: the pool's), in the order in which ties are broken."""
+    """A quote for every candidate (default: the pool's candidates), in the order in which ties are broken."""
     desk = QuoteDesk(prompt, pool, held)
     return desk.quote_all(pool.candidates if candidates is None else candidates, fingerprint)
 
 
 class QuoteDesk:
-    """Quotes workers of a pool for one prompt, and computes only once what they have in common."""
+    """Quotes workers of a pool for one prompt. What they have in common is computed only once."""
 
     def __init__(self, prompt: Prompt, pool: Pool, held: Mapping[str, HeldPrefix]) -> None:
         self._prompt = prompt

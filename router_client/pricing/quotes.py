@@ -1,8 +1,8 @@
 """Quotes: what a request would cost on each worker of a pool, without load.
 
-A quote is the price of a plan: read what the worker holds and its engine can use, compute the rest. A worker that names a
-shared store also reads what the store holds beyond that: its engine does so whether or not it pays. Blocks of another
-worker are read if the engine can fetch them and that is cheaper: see `copies`.
+A quote is the price of a plan: read what the worker holds and its engine can use, and compute the rest. A worker that names a
+shared store also reads what the store holds beyond that: its engine does so whether or not it pays off. Blocks of another
+worker are read if the engine can fetch them and that is cheaper; see `copies`.
 
 Every choice prices every candidate, so common parts are computed once per request: one `KindQuote` for all workers of a kind,
 and in it the savings for a held prefix of a given length.
@@ -27,8 +27,8 @@ from router_client.prompt import Prompt
 
 
 class Surcharge(NamedTuple):
-    """An addition to a worker's cost: by the router's policy (`router_client.pricing.surcharges`), or NOT_FETCHED: the expected
-    cost of fetched blocks that don't arrive."""
+    """An addition to a worker's cost: either by the router's policy (`router_client.pricing.surcharges`) or NOT_FETCHED, the
+    expected cost of fetched blocks that don't arrive."""
 
     kind: TermKind
     us: int
@@ -36,7 +36,7 @@ class Surcharge(NamedTuple):
 
 
 class PrefixPrice(NamedTuple):
-    """A request's price with a held prefix, of which `usable_tokens` need not be computed.
+    """The price of a request given a held prefix, of which `usable_tokens` don't have to be computed.
 
     `work_us` of `base_us` pass before the first token.
     """
@@ -51,7 +51,7 @@ class KindQuote:
     """The cost of a request, without load, on any worker of a kind (`Candidate.kind`) that holds none of it.
 
     `work_us` of `base_us` pass before the first token; if the profile predicts no time, the price of the prompt's tokens
-    stands in. `block_size` 0: these workers have announced no block yet.
+    stands in. `block_size` 0: these workers have not announced any block yet.
     """
 
     prompt: Prompt
@@ -62,11 +62,11 @@ class KindQuote:
     base_us: float
     work_us: float
     hbm_prices: dict[tuple[int, int | None], PrefixPrice] = field(default_factory=dict)
-    """By the number of tokens held in HBM, and how far marks let the engine resume."""
+    """Prices by the number of tokens held in HBM and by how far marks let the engine resume."""
 
     @classmethod
     def of(cls, prompt: Prompt, example: Candidate, profile: CostProfile) -> "KindQuote":
-        """Build it from any worker of the kind."""
+        """Build the quote from any worker of the kind."""
         plan = Plan(example.id, prompt.input_tokens, prompt.output_tokens)
         cold_cost, prices = profile.price(plan), profile.prices(plan)
         work_us = worth_us(prices, prompt.input_tokens) if cold_cost.ttft_us is None else cold_cost.ttft_us
@@ -79,23 +79,23 @@ class KindQuote:
 
     @property
     def block_tokens(self) -> int:
-        """The block size for counting the prompt: the workers', otherwise the prompt's, otherwise 1."""
+        """The block size in which the prompt is counted: the workers', or else the prompt's, or else 1."""
         return self.example.block_size or self.prompt.block_size or 1
 
     @property
     def required_blocks(self) -> int:
-        """Blocks of the prompt, including its partial last one; 0 if their size is unknown."""
+        """Number of blocks in the prompt, including a partial last one; 0 if the block size is unknown."""
         known = self.block_size or self.prompt.block_size
         return self.prompt.required_blocks(known) if known else 0
 
     def interference(self, factor: float) -> float:
-        """The cost of a microsecond by which a prompt delays an open request: `factor`, or 0 if no running answer could be
-        delayed there, or if the profile predicts no time."""
+        """The cost of each microsecond by which a prompt delays an open request: `factor`, or 0 if no running answer could
+        be delayed there or if the profile predicts no time."""
         waits = self.cold_cost.ttft_us is not None and self.example.endpoint.role is not Role.PREFILL
         return factor if waits else 0.0
 
     def usable_tokens(self, held: HeldPrefix) -> int:
-        """Number of the prompt's first tokens that the engine would not recompute if it held this prefix."""
+        """The number of tokens at the prompt's start that the engine would not compute again if it held this prefix."""
         return held.usable_tokens(self.example.rule, self.prompt, self.example.endpoint.kind, self.block_tokens)
 
     def price_prefix(self, held: HeldPrefix) -> PrefixPrice:
@@ -131,8 +131,8 @@ class KindQuote:
         same_domain: bool = True,
         rate: ReadRate | None = None,
     ) -> list[Piece]:
-        """The pieces of these runs to read, from token `start` up to token `end`, one per run. `source`: who holds them, if
-        not the worker itself."""
+        """The pieces of these runs to read, from token `start` up to token `end`, one per run. `source`: the worker or
+        store that holds them, if it is not the worker itself."""
         pieces = []
         for tokens, tier in _clip_runs(runs, start, end):
             kv_bytes = self.kv_bytes(start, start + tokens, tier, 0 if source is None else source.bytes_in(tier.label))
@@ -150,7 +150,8 @@ class KindQuote:
 
 
 class Quote(NamedTuple):
-    """The cost of a request on one candidate, ignoring load: `base_us` in total, of which `work_us` before the first token.
+    """The cost of a request on one candidate, ignoring load: `base_us` in total, of which `work_us` comes before the first
+    token.
 
     The worker would reuse `usable_tokens` of its held prefix, and read `transfers` from the worker or shared store
     `source`. Reading from another worker takes `transfer_us`; `equal_sources` are the workers that would serve it equally
@@ -178,22 +179,22 @@ class Quote(NamedTuple):
 
     @property
     def offered_us(self) -> float:
-        """Its cost without load, surcharges included."""
+        """The cost without load, including surcharges."""
         return self.base_us + self.surcharge_us
 
     @property
     def fetching(self) -> Fetching | None:
-        """What it would fetch from other workers."""
+        """What the candidate would fetch from other workers."""
         return Fetching(self.equal_sources, self.transfer_us) if self.equal_sources else None
 
     @property
     def transferred_tokens(self) -> int:
-        """Tokens in `transfers`."""
+        """The number of tokens in `transfers`."""
         return sum(piece.tokens for piece in self.transfers) if self.transfers else 0
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that need not be computed: held here, or read from the source."""
+        """The number of tokens that don't have to be computed, because they are held here or read from the source."""
         return self.usable_tokens + self.transferred_tokens
 
     def plan(self, load: Load, predicted_tokens: int) -> Plan:
@@ -207,7 +208,7 @@ class Quote(NamedTuple):
 
 def rendezvous_weight(fingerprint: bytes, worker_id: str) -> int:
     """A worker's weight for a prompt; the highest wins if costs tie. So identical prompts go to the same worker, and
-    different ones spread."""
+    different prompts are spread."""
     return xxh3_64_intdigest(worker_id.encode() + b"\x00" + fingerprint)
 
 
@@ -235,21 +236,21 @@ def _clip_runs(runs: Sequence[Run], start: int, end: int) -> list[tuple[int, Tie
 
 
 def with_source(quotes: Sequence[Quote], worker_id: str, source: str | None) -> Sequence[Quote]:
-    """The quotes, with one worker's changed to the source that its booking chose (None: it fetches nothing)."""
+    """The quotes, with one worker's quote changed to the source that its booking chose (None: it fetches nothing)."""
     if source is None:
         return quotes
     return [quote._replace(source=source) if quote.id == worker_id else quote for quote in quotes]
 
 
 def shortlist(quotes: Sequence[Quote], kept: str | None = None, most: int = MOST_OFFERS) -> Sequence[Quote]:
-    """The quotes that are cheapest without load, in their order, at most as many as one ask may name; the worker `kept` is
-    among them."""
+    """The quotes that are cheapest without load, in their original order, at most as many as one ask may name; the worker
+    `kept` is always among them."""
     if len(quotes) <= most:
         return quotes
     return [quotes[i] for i in cheapest(quotes, most, kept)]
 
 
 def cheapest(quotes: Sequence[Quote], most: int, kept: str | None = None) -> list[int]:
-    """The numbers of the quotes that `shortlist` keeps."""
+    """The positions of the quotes that `shortlist` keeps."""
     found = nsmallest(most, range(len(quotes)), key=lambda i: (quotes[i].id != kept, quotes[i].offered_us))
     return sorted(found)

@@ -1,8 +1,8 @@
 """Ranks a pool's candidates by cost: quotes with load added. Pure.
 
 Candidates are the workers that may get a prompt now (alive, up, not decode-only), including those that hold nothing. A
-worker with unknown load counts with the mean of the others. Load is added last, because routers' bookings change it while
-they decide.
+worker whose load is unknown is assumed to have the mean load of the others. Load is added last, because routers' bookings
+change it while they decide.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def rank(
 
 
 class Criteria(NamedTuple):
-    """Factors of a result's additional terms, and the SLO that it is checked against, as in the ask
+    """The factors for a result's additional terms, and the SLO against which it is checked, as in the ask
     (`kvatlas.reservations.Ask`)."""
 
     slo: Slo = DEFAULT_SLO
@@ -52,10 +52,10 @@ DEFAULT_CRITERIA = Criteria()
 
 
 class RankedResults(Sequence[SelectionResult]):
-    """Quotes with their load, cheapest first; those over a limit that excludes workers come last.
+    """Quotes with their load, cheapest first; quotes that exceed a limit that excludes workers come last.
 
     If the `chosen` one is known, it comes first (the store may round differently), and the others are priced only when they
-    are read: a router reads one of hundreds.
+    are read, because a router reads just one of hundreds.
     """
 
     __slots__ = ("_all", "_by_offer", "_chosen", "_criteria", "_first", "_quotes")
@@ -94,7 +94,7 @@ class RankedResults(Sequence[SelectionResult]):
     __hash__ = None  # type: ignore[assignment]
 
     def load_of(self, worker_id: str) -> Load | None:
-        """The load that a worker was priced with; None for a worker that is not a candidate."""
+        """The load with which a worker was priced; None for a worker that is not a candidate."""
         if self._first is not None and self._first.worker_id == worker_id and self._first.plan is not None:
             return self._first.plan.load
         if isinstance(self._quotes, MemberQuotes):

@@ -7,7 +7,7 @@ from router_client.pricing.pool import Pool
 from router_client.prompt import Prompt
 
 MOST_SIZES = 16
-"""Maximum number of block sizes that a text names."""
+"""Maximum number of block sizes that a text lists."""
 
 
 def why_usable_ends(
@@ -76,7 +76,8 @@ def describe_rare_shapes(pool: Pool) -> str:
 
 
 def describe_bound(endpoint: EngineEndpoint, rule: ReuseRule) -> str:
-    """Why the worker's usable tokens are an upper bound, and the share that answers had; empty if they are exact."""
+    """Why the worker's usable tokens are an upper bound, and the share that was reused according to answers; empty if
+    they are exact."""
     if endpoint.upper_bound and rule.share < 1:
         return f"{endpoint.upper_bound}; answers had {rule.share:.0%} of it"
     return endpoint.upper_bound

@@ -13,7 +13,8 @@ from router_client.settings import LimitSettings, SloMode
 def build_limits(
     prompt: Prompt, quotes: Sequence[Quote], settings: LimitSettings, look_alikes: Sequence[Quote] = ()
 ) -> Limits | None:
-    """The limits of quotes, in their order; None if nothing has to be checked. `look_alikes`: the quotes for look-alikes.
+    """The limits for quotes, in the same order; None if nothing has to be checked. `look_alikes`: the quotes for
+    look-alikes.
 
     If the profile predicts no time, the SLO is not checked.
     """
@@ -41,13 +42,13 @@ def _limit_after_transfer(quote: Quote) -> Limit:
 
 
 def decode_us(prompt: Prompt, quote: Quote) -> float:
-    """The time of all tokens after the first on a worker without load."""
+    """The time for all tokens after the first, on a worker without load."""
     return prompt.output_tokens * (quote.for_kind.cold_cost.tpot_us or 0)
 
 
 class Advice(StrEnum):
-    """Advice for a request. `GO`: send it. `QUEUE`: every worker is full or misses the SLO: hold the request back, or send it
-    and expect it to wait. `SHED`: the best worker misses the SLO by far: refuse the request in favor of others."""
+    """Advice for a request. `GO`: send it. `QUEUE`: every worker is full or misses the SLO, so hold the request back, or send
+    it and expect it to wait. `SHED`: even the best worker misses the SLO by far, so refuse the request in favor of others."""
 
     GO = "go"
     QUEUE = "queue"
@@ -65,5 +66,5 @@ def advise(results: Sequence[SelectionResult], slo: Slo, shed_factor: float) -> 
 
 
 def earliest_ttft_us(results: Sequence[SelectionResult]) -> int | None:
-    """The earliest first token of all candidates; None if the profile does not predict it."""
+    """The shortest time to the first token among all candidates; None if the profile does not predict it."""
     return min((result.cost.ttft_us for result in results if result.cost.ttft_us is not None), default=None)

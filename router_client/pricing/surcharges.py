@@ -1,13 +1,13 @@
 """Surcharges on costs, so that sessions keep their worker, and so that the cheapest worker is not always chosen.
 
-Both are stateless and computed from what every router knows, so all routers add the same, even right after a start. They are
-never negative, and zero for the favored worker, whose cost stays the expected one.
+Both are stateless and are computed from what every router knows, so all routers add the same surcharges, even right after a
+start. They are never negative, and are zero for the favored worker, whose cost stays as expected.
 
 - **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker (rendezvous
-  hashing): if a worker disappears, only its own sessions move. All other workers cost `session_us` more.
-- **softening**: with temperature T a worker is chosen with a probability proportional to exp(-cost / (T x scale)), where scale
-  is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T x scale x G, G with a
-  Gumbel distribution) from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking still takes
+hashing), so that only its own sessions move if a worker disappears. All other workers cost `session_us` more.
+- **softening**: at temperature T, a worker is chosen with a probability proportional to exp(-cost / (T × scale)), where scale
+is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T × scale × G, where G has a
+Gumbel distribution), from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking still takes
   one call, and the same prompt draws the same on every router.
 """
 
@@ -24,7 +24,7 @@ _HASHES = float(1 << 64)
 
 
 def session_worker(session_id: str, workers: Sequence[str]) -> str:
-    """The worker that a session belongs to; ties go to the first."""
+    """The worker that a session belongs to; ties go to the first one."""
     return max(workers, key=lambda id: rendezvous_weight(b"session\x00" + session_id.encode(), id))
 
 
@@ -36,20 +36,20 @@ def gumbel(fingerprint: bytes, worker_id: str) -> float:
 def add_session_surcharge(
     quotes: Iterable[Quote], home: str, session_us: float, *, members: bool = False
 ) -> list[Quote]:
-    """The quotes with the surcharge on all workers except `home`. `members`: the quotes are for look-alikes, which never
-    include `home`."""
+    """The quotes plus the surcharge for all workers except `home`. `members`: the quotes are for look-alikes, which
+    never include `home`."""
     return [quote if quote.id == home and not members else away_from_session(quote, session_us) for quote in quotes]
 
 
 def away_from_session(quote: Quote, session_us: float) -> Quote:
-    """The quote with the surcharge on a worker that is not the session's."""
+    """The quote plus the surcharge for a worker other than the session's."""
     return _plus(quote, [Surcharge(SESSION, round(session_us), 1)])
 
 
 def add_surcharges(
     quotes: list[Quote], fingerprint: bytes, *, session_id: str | None, session_us: float, temperature: float
 ) -> list[Quote]:
-    """The quotes with their surcharges. `fingerprint`: the prompt's, including the router's seed."""
+    """The quotes with their surcharges. `fingerprint`: that of the prompt, including the router's seed."""
     added: dict[str, list[Surcharge]] = {quote.id: [] for quote in quotes}
     if session_us and session_id is not None and quotes:
         home = session_worker(session_id, sorted(added))

@@ -29,7 +29,7 @@ WITHHELD = frozenset(
         "routed_dp_rank",
     }
 )
-"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that determine where an engine reads KV or embeddings from, or which
+"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that determine from where an engine reads KV or embeddings, or which
 of its ranks answers."""
 WITHHELD_HEADERS = frozenset(
     {
@@ -60,17 +60,17 @@ _CONTAINERS = frozenset({"extra_args", "sampling_params", "vllm_xargs"})
 """Fields whose nested fields vLLM treats in the same way: all of them end up in `SamplingParams.extra_args`."""
 _CHANGED = WITHHELD | _CONTAINERS
 _PASSING_PARAM = "lmcache."
-"""Name prefix of parameters that LMCache reads as hints, such as tags."""
+"""Prefix of the names of parameters that LMCache reads as hints, such as tags."""
 
 
 class NotForClients(InvalidValue):
-    """A body that can't be changed has a field that is withheld from engines."""
+    """A body that can't be changed contains a field that must be withheld from engines."""
 
 
 class TransferProtocol(Enum):
     """`KV_TRANSFER_PARAMS`: vLLM (NixlConnector and others) computes the prompt first, and its answer says where the KV
-    is. `BOOTSTRAP`: SGLang gets both requests at once; the engines meet in a room of the prefill server's bootstrap
-    server."""
+    is. `BOOTSTRAP`: SGLang gets both requests at the same time, and the engines meet in a room of the prefill server's
+    bootstrap server."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     BOOTSTRAP = "bootstrap"
@@ -91,7 +91,7 @@ _PROTOCOLS = {
 
 def withdraw_transfer_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields to replace in a client's body. Only the router may say where an engine reads KV from: a client that could say
-    it would read other clients' prompts, and choose the hosts that an engine connects to."""
+    so would be able to read other clients' prompts, and to choose the hosts that an engine connects to."""
     withdrawn: dict[str, Any] = {}
     for name in _CHANGED & body.keys():
         value = body[name]
@@ -108,7 +108,7 @@ def _passing(params: Any) -> Any:
 
 
 def _without_withheld(value: Any) -> Any:
-    """Clean a container, or a list of containers: SGLang takes one for each prompt."""
+    """Remove withheld fields from a container, or from a list of containers: SGLang accepts one for each prompt."""
     if isinstance(value, list):
         return [_without_withheld(one) for one in value]
     if isinstance(value, dict) and (withdrawn := withdraw_transfer_fields(value)):
@@ -117,8 +117,8 @@ def _without_withheld(value: Any) -> Any:
 
 
 def replace_fields(decoded: Mapping[str, Any], body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """The JSON object `body`, already `decoded`, with these fields added or replaced. A long one is only serialized again
-    if a field is replaced."""
+    """The JSON object `body`, already `decoded`, with these fields added or replaced. A long body is only serialized
+    again if a field is replaced."""
     if not fields:
         return body
     if any(name in decoded for name in fields):

@@ -6,8 +6,8 @@
     handle.stats(), cache.stats()
     cache.free("a")
 
-`KVCache` is the cache manager of one device, `DeviceCaches` that of several, `PagedCache` a lenient one that knows only block
-ids; docs/cache-manager.md explains them.
+`KVCache` is the cache manager of one device, `DeviceCaches` manages several devices, and `PagedCache` is a lenient one that
+knows only block ids; docs/cache-manager.md explains them.
 """
 
 from kvatlas_simulator.cache.allocation import AllocationRequest, CacheHandle, HandleStats, Priority

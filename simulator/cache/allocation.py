@@ -13,7 +13,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 
 
 class Priority(IntEnum):
-    """The order of `KVCache.preemption_order`: the lowest priority first, and among equals the youngest."""
+    """The order of `KVCache.preemption_order`: the lowest priority comes first and, among equals, the youngest."""
 
     LOW = 0
     NORMAL = 1
@@ -29,9 +29,11 @@ class AllocationRequest:
     namespace: Namespace = field(default_factory=Namespace)
     priority: Priority = Priority.NORMAL
     first_chunk: int | None = None
-    """Tokens after the cached prefix that are written at once; None: the whole prompt. `extend` writes the rest."""
+    """Number of tokens after the cached prefix that are written immediately; None: the whole prompt. `extend` writes
+    the rest."""
     max_tokens: int | None = None
-    """Maximum length of the sequence, prompt included; None: limited only by the cache. No memory is reserved for it."""
+    """Maximum length of the sequence, including the prompt; None: limited only by the cache. No memory is reserved for
+    it."""
     device: str | None = None
     """The device on which `DeviceCaches` should put the sequence, if it fits; a cache of one device ignores this."""
 
@@ -42,7 +44,7 @@ class AllocationRequest:
             )
 
     def estimated_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes of KV at `max_tokens` (without it, of the whole prompt), if nothing is shared."""
+        """Bytes of KV that `max_tokens` tokens (without that limit, the whole prompt) take if nothing is shared."""
         return geometry.bytes_of(len(self.token_ids) if self.max_tokens is None else self.max_tokens)
 
 
@@ -55,7 +57,7 @@ class HandleStats:
     blocks: int
     tokens: int
     utilisation: float
-    """Share of the slots in its blocks that have a token; 0 without blocks."""
+    """Share of the slots in its blocks that hold a token; 0 if it has no blocks."""
     last_access: float
     """Time of the sequence's last allocation, extension, read, fork or swap, in seconds of the cache's clock."""
 

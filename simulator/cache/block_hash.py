@@ -16,13 +16,13 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The part of a block's hash that is not tokens. Prompts share blocks only within one namespace."""
+    """The part of a block's hash other than its tokens. Prompts share blocks only within one namespace."""
 
     adapter: str | None = None
     cache_salt: str | None = None
 
     def extra_keys(self, *, first: bool) -> tuple[str, ...]:
-        """As in vLLM: the adapter in every block, the salt in a sequence's first block only."""
+        """As in vLLM: the adapter in every block, the salt only in a sequence's first block."""
         adapter = () if self.adapter is None else (self.adapter,)
         salt = (self.cache_salt,) if self.cache_salt is not None and first else ()
         return adapter + salt

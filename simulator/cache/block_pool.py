@@ -1,4 +1,4 @@
-"""The GPU's physical blocks: a fixed number of them, a free list, and the number of sequences that hold each."""
+"""The GPU's physical blocks: a fixed number of them, a free list, and the number of sequences that hold each block."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class PoolSettings:
     affect statistics."""
 
     initial_blocks: int | None = None
-    """Blocks reserved at the start, at most all; None: all. More are reserved as needed."""
+    """Number of blocks reserved at the start; None: all. More are reserved as needed."""
     pooling: bool = True
     """True: the memory of free blocks stays reserved. False: it is returned, except for the initial blocks."""
 
@@ -45,8 +45,8 @@ class Block:
 class BlockPool:
     """Hands out blocks. A block is free (in the free list), referenced, or cached without a reference.
 
-    Memory is reserved for `initial_blocks` (None: all) from the start, and for more when they are needed. With `pooling`, a
-    free block's memory stays reserved for the next one; without it, the memory is returned.
+    Memory is reserved for `initial_blocks` (None: all) from the start, and for more blocks when they are needed. With
+    `pooling`, a free block's memory stays reserved for the next one; without it, the memory is returned.
     """
 
     def __init__(self, num_blocks: int, initial_blocks: int | None = None, *, pooling: bool = True) -> None:
@@ -114,7 +114,7 @@ class BlockPool:
             self._referenced_blocks += 1
 
     def dereference(self, block: Block) -> bool:
-        """Count one sequence fewer that holds the block. True if it was the last one."""
+        """Count one sequence fewer that holds the block. Returns True if it was the last one."""
         block.references -= 1
         if block.references:
             return False
@@ -122,7 +122,8 @@ class BlockPool:
         return True
 
     def free_fragmentation(self) -> float:
-        """Share of the free blocks outside the longest run of adjacent ones; costs a sort of the free list."""
+        """Share of the free blocks that are outside the longest run of adjacent ones. This has to sort the free
+        list."""
         if not self._free:
             return 0.0
         longest = run = 0
@@ -134,8 +135,8 @@ class BlockPool:
         return 1 - longest / len(self._free)
 
     def compact(self) -> dict[int, int]:
-        """Give the blocks in use the lowest ids, so that the free ones are adjacent. Returns {old id: new id} of the moved
-        blocks."""
+        """Give the blocks in use the lowest ids, so that the free ones are adjacent. Returns {old id: new id} for the
+        moved blocks."""
         free = set(self._free)
         used = len(self._blocks) - len(free)
         holes = sorted(block_id for block_id in free if block_id < used)

@@ -12,7 +12,7 @@ def count_blocks(tokens: int, block_size: int) -> int:
 
 
 class BlockTable:
-    """The physical blocks of one sequence in token order, and how many tokens are in them."""
+    """The physical blocks of one sequence in token order, and the number of tokens in them."""
 
     __slots__ = ("_length", "block_ids", "block_size")
 
@@ -31,7 +31,7 @@ class BlockTable:
 
     @property
     def length(self) -> int:
-        """Tokens in the blocks. Setting it raises InsufficientBlocks if they don't fit."""
+        """Number of tokens in the blocks. Setting it raises InsufficientBlocks if they don't fit."""
         return self._length
 
     @length.setter
@@ -44,7 +44,7 @@ class BlockTable:
 
     @property
     def free_tokens(self) -> int:
-        """Slots without a token in its blocks."""
+        """Number of slots in the sequence's blocks that hold no token."""
         return len(self.block_ids) * self.block_size - self._length
 
     @property
@@ -58,11 +58,12 @@ class BlockTable:
         return dict(enumerate(self.block_ids))
 
     def blocks_needed(self, length: int) -> int:
-        """Number of blocks of a sequence of `length` tokens."""
+        """Number of blocks that a sequence of `length` tokens needs."""
         return count_blocks(length, self.block_size)
 
     def slot(self, position: int) -> tuple[int, int]:
-        """Physical block and slot of the token at `position`. Raises InvalidValue if the position has no token."""
+        """Physical block and slot of the token at `position`. Raises InvalidValue if there is no token at that
+        position."""
         if not 0 <= position < self._length:
             raise InvalidValue(f"position is {position}; expected 0 to {self._length - 1}")
         return self.block_ids[position // self.block_size], position % self.block_size

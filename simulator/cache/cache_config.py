@@ -22,7 +22,7 @@ class CacheConfig:
     devices: tuple[str, ...] = ("cpu",)
     prefix_caching: bool = False
     prefixes: PrefixSettings = field(default_factory=PrefixSettings)
-    """How prefixes are cached, if `prefix_caching`."""
+    """How prefixes are cached, if `prefix_caching` is on."""
     multi_device: bool = False
     thresholds: PressureThresholds = field(default_factory=PressureThresholds)
 
@@ -31,7 +31,7 @@ class CacheConfig:
             raise InvalidValue(f"{len(self.devices)} devices; expected one, or several with multi_device")
 
     def cache(self, geometry: KVGeometry | None = None) -> KVCache:
-        """A cache of one device."""
+        """Create a cache for one device."""
         return KVCache(
             num_blocks=self.max_blocks,
             block_size=self.block_size,
@@ -42,5 +42,5 @@ class CacheConfig:
         )
 
     def device_caches(self, geometry: KVGeometry | None = None) -> DeviceCaches:
-        """A cache for each device."""
+        """Create a cache for each device."""
         return DeviceCaches({device: self.cache(geometry) for device in self.devices})

@@ -1,4 +1,4 @@
-"""The CPU tier: space for a fixed number of blocks, cached or belonging to swapped-out sequences."""
+"""The CPU tier: space for a fixed number of blocks, which are cached or belong to swapped-out sequences."""
 
 from kvatlas_simulator.cache.eviction import BlockUse, EvictionKey, EvictionPolicy, EvictionQueue
 from kvatlas_simulator.cache.prefix_tree import PrefixNode
@@ -7,8 +7,8 @@ from kvatlas_simulator.cache.prefix_tree import PrefixNode
 class CpuTier:
     """Tracks which nodes have a copy on the CPU, and which copy is evicted first.
 
-    A copy may be evicted if it is not being read and nothing would become unreachable without it, because the node has no
-    children or the GPU has a copy too.
+    A copy may be evicted if it is not being read and if nothing would become unreachable without it, either because the
+    node has no children or because the GPU has a copy too.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
@@ -24,7 +24,7 @@ class CpuTier:
 
     @property
     def room(self) -> int:
-        """Blocks that fit without an eviction."""
+        """Number of blocks that fit without an eviction."""
         return self.num_blocks - self.swap_blocks - len(self._nodes)
 
     @property
@@ -46,7 +46,7 @@ class CpuTier:
         self._candidates.discard(node.block_hash)
 
     def touch(self, node: PrefixNode, tick: int) -> None:
-        """Note that the node's copy was read."""
+        """Record that the node's copy was read."""
         node.cpu_released_at = tick
         self.update_candidate(node)
 

@@ -18,7 +18,7 @@ class SequenceMove:
     source: str
     target: str
     blocks: int
-    """Blocks that it has on the target."""
+    """Number of blocks that it has on the target."""
 
 
 class DeviceCaches:
@@ -69,8 +69,8 @@ class DeviceCaches:
         """Begin a sequence on the request's device or the first preferred one that has enough blocks, otherwise on the device
         with the most space left.
 
-        Raises InsufficientBlocks if no device has enough (with the numbers of the device that lacks the fewest),
-        SequenceExists, and UnknownDevice.
+        Raises InsufficientBlocks if no device has enough (with the numbers for the device that lacks the fewest),
+        SequenceExists, or UnknownDevice.
         """
         if any(request.sequence_id in cache for cache in self._caches.values()):
             raise SequenceExists(request.sequence_id)
@@ -94,8 +94,8 @@ class DeviceCaches:
         """Move a live sequence. It shares what the target has cached, and no longer shares blocks with sequences on its old
         device.
 
-        Its blocks stay cached on the old device. Raises InsufficientBlocks, SequenceSwappedOut, UnknownDevice; then it does
-        not move.
+        Its blocks stay cached on the old device. Raises InsufficientBlocks, SequenceSwappedOut or UnknownDevice; in that
+        case, the sequence does not move.
         """
         target, source = self.cache(device), self.device_of(sequence_id)
         if source != device:
@@ -105,7 +105,8 @@ class DeviceCaches:
         return SequenceMove(sequence_id, source, device, target.handle_stats(sequence_id).blocks)
 
     def rebalance(self) -> tuple[SequenceMove, ...]:
-        """Move sequences from the fullest device to the emptiest, while that lowers the fuller of the two.
+        """Move sequences from the fullest device to the emptiest, as long as that makes the fuller of the two less
+        full.
 
         Sequences that would be preempted first are moved first. Swapped-out sequences stay.
         """

@@ -1,4 +1,4 @@
-"""The cache's errors, each with one sentence. A refused call changes nothing.
+"""The cache's errors, each with a one-sentence message. A refused call changes nothing.
 
 CacheError (KvatlasError)
  |- SequenceNotFound      sequence 999 not found

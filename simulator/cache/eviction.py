@@ -21,26 +21,27 @@ class BlockUse(NamedTuple):
     """When the last sequence that held it released it."""
     hits: int
     depth: int
-    """Blocks before it in its prefix."""
+    """Number of blocks before it in its prefix."""
 
 
 class EvictionPolicy(Protocol):
     """Orders the candidates. It never sees a block that a sequence holds, or that a cached block continues."""
 
     def key(self, use: BlockUse) -> EvictionKey:
-        """A candidate's place in the queue, lowest first. The same use gives the same key, and all keys are comparable."""
+        """A candidate's place in the queue; the lowest comes first. The same use always gives the same key, and all keys
+        can be compared."""
         ...
 
 
 class BuiltInPolicy(StrEnum):
-    """The built-in policies, by the block that they evict first."""
+    """The built-in policies, described by the block that they evict first."""
 
     LRU = "lru"
     """The block released longest ago."""
     FIFO = "fifo"
     """The block cached longest ago, however often it has been hit since."""
     FREQUENCY = "frequency"
-    """The block hit least often; among equals, the one released longest ago."""
+    """The block that was hit least often; among equals, the one released longest ago."""
 
     def key(self, use: BlockUse) -> EvictionKey:
         if self is BuiltInPolicy.FIFO:
@@ -79,7 +80,7 @@ class EvictionQueue(Generic[T]):
             heapq.heapify(self._heap)
 
     def discard(self, candidate: T) -> None:
-        """Withdraw a candidate; no effect on others."""
+        """Withdraw a candidate; anything else is ignored."""
         self._keys.pop(candidate, None)
 
     def pop(self) -> T:

@@ -1,4 +1,4 @@
-"""The size of the KV of a model's tokens."""
+"""The size of the KV that a model's tokens take."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -37,5 +37,5 @@ class KVGeometry:
                 raise InvalidValue(f"{name} is {getattr(self, name)}; expected at least 1")
 
     def bytes_of(self, tokens: int) -> int:
-        """Keys and values: 2 x layers x heads x head size x tokens x bytes of the data type."""
+        """Bytes of the keys and values: 2 × layers × heads × head size × tokens × bytes of the data type."""
         return 2 * self.layers * self.heads * self.head_size * tokens * self.data_type.bytes

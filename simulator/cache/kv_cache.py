@@ -2,7 +2,7 @@
 
 Invariants, after every call:
 
-- A block's references equal the number of block tables it is in; a free block is in no table and has no hash.
+- A block's references equal the number of block tables that it is in; a free block is in no table and has no hash.
 - The GPU's cached blocks are prefix-closed. With the CPU tier, so is the union of both, until the GPU alone is reset.
 - The events, added up by (hash, medium), are exactly the copies that the cache holds.
 - A hit is a block whose tokens and all earlier tokens equal the prompt's, under the same adapter and salt.
@@ -70,11 +70,12 @@ class KVCache:
         report_hits: bool = False,
         pool: PoolSettings | None = None,
     ) -> None:
-        """`hasher`: names blocks in events; default: seeded with 0. `pool`: when memory is reserved; default: all at once.
+        """`hasher`: names blocks in events; by default, it is seeded with 0. `pool`: when memory is reserved; by default, all
+        of it at the start.
 
         `on_pressure`: called with the old and the new level, at the end of the call that changed it; it may call the cache, and
-        its exceptions reach that call's caller. `clock`: the time in seconds, for last access and the time to live.
-        `report_hits`: record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
+        its exceptions reach that call's caller. `clock`: returns the time in seconds, used for the last access and the time to
+        live. `report_hits`: record a stored event for each hit on the GPU, like vLLM with `kv_cache_report_mode="full"`.
         """
         if num_blocks < 1 or block_size < 1 or num_cpu_blocks < 0:
             raise InvalidValue(
@@ -114,7 +115,7 @@ class KVCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """Slots on the GPU: the longest sequence that fits."""
+        """Number of slots on the GPU, which is the length of the longest sequence that fits."""
         return len(self._pool) * self.block_size
 
     @property
@@ -123,7 +124,7 @@ class KVCache:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Number of blocks that no sequence holds."""
         return self._pool.available_blocks
 
     @property
@@ -146,7 +147,7 @@ class KVCache:
         return tuple(self._sequences)
 
     def stats(self) -> CacheStats:
-        """Counters, and current gauges; costs a walk over the live sequences and a sort of the free list."""
+        """Counters and current gauges. This has to walk over the live sequences and sort the free list."""
         cached = self._prefix_cache
         return CacheStats(
             allocations=self._pool.allocations,
@@ -187,7 +188,7 @@ class KVCache:
         return self._blocks.required(match, len(_first_chunk(request, match)))
 
     def can_allocate(self, request: AllocationRequest, match: PrefixMatch | None = None) -> bool:
-        """True if enough blocks are available for `allocate`. `match`: the request's, if the caller has it."""
+        """True if enough blocks are available for `allocate`. `match`: the request's match, if the caller has it."""
         return self.blocks_required(request, match) <= self._pool.available_blocks
 
     def can_admit(self, request: AllocationRequest, match: PrefixMatch, step_tokens: int) -> bool:
@@ -197,7 +198,7 @@ class KVCache:
         return self._blocks.required(match, new_tokens) <= self._pool.available_blocks
 
     def swap_ins(self, match: PrefixMatch) -> int:
-        """Cached blocks that `allocate` with this match brings back from the CPU."""
+        """Number of cached blocks that `allocate` with this match brings back from the CPU."""
         return sum(1 for node in match.nodes if not node.gpu_block_ids)
 
     def allocate(
@@ -205,8 +206,9 @@ class KVCache:
     ) -> CacheHandle:
         """Begin a sequence with the cached prefix of its prompt, and write its first chunk.
 
-        `match`: the request's, if the caller has it; it must still be valid. `count_lookup`: whether to count hits and
-        misses (not when a preempted sequence comes back). Raises InsufficientBlocks, and SequenceExists.
+        `match`: the request's match, if the caller has it; it must still be valid. `count_lookup`: whether to count
+        hits and misses (they don't count when a preempted sequence comes back). Raises InsufficientBlocks or
+        SequenceExists.
         """
         self._check_new(request.sequence_id)
         match = match or self.match(request.token_ids, request.namespace)
@@ -227,7 +229,7 @@ class KVCache:
         return self._blocks.growth(self._on_gpu(sequence_id), tokens) <= self._pool.available_blocks
 
     def extend(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
-        """Append computed tokens; full blocks are cached at once. Raises InsufficientBlocks, and SequenceTooLong."""
+        """Append computed tokens; full blocks are cached immediately. Raises InsufficientBlocks or SequenceTooLong."""
         sequence = self._on_gpu(sequence_id)
         length = sequence.table.length + len(token_ids)
         if sequence.max_tokens is not None and length > sequence.max_tokens:
@@ -247,8 +249,8 @@ class KVCache:
         blocks: int | None = None,
         priority: Priority | None = None,
     ) -> CacheHandle:
-        """Begin a sequence that shares the first `blocks` blocks of another (None: all), with its priority unless one is
-        given.
+        """Begin a sequence that shares the first `blocks` blocks of another (None: all), and has the same priority
+        unless another one is given.
 
         A partial last block is shared too, until either sequence writes to it.
         """
@@ -313,7 +315,7 @@ class KVCache:
         """Bring a sequence back to the GPU. Returns the number of blocks that had to be copied, because they were no longer
         cached anywhere.
 
-        Raises InsufficientBlocks, and InvalidValue if the sequence is not swapped out.
+        Raises InsufficientBlocks, or InvalidValue if the sequence is not swapped out.
         """
         sequence = self._find(sequence_id)
         token_ids = sequence.swapped_tokens
@@ -324,7 +326,7 @@ class KVCache:
         self._check_available(self._blocks.required(match, len(rest)))
         sequence.swapped_tokens = None
         sequence.last_access = self._clock()
-        # it is the youngest from now on
+        # from now on, it is the youngest
         self._sequences[sequence_id] = self._sequences.pop(sequence_id)
         self._prefix_cache.release_swap(count_blocks(len(token_ids), self.block_size))
         self._blocks.fill(sequence, match, rest)
@@ -369,7 +371,7 @@ class KVCache:
         )
 
     def request_of(self, sequence_id: SequenceId) -> AllocationRequest:
-        """A request that would allocate the sequence as it is now, in this or another cache."""
+        """A request that would allocate the sequence as it is now, in this cache or another one."""
         sequence = self._on_gpu(sequence_id)
         tokens = self._blocks.read(sequence)
         return AllocationRequest(
@@ -393,8 +395,8 @@ class KVCache:
         return GarbageCollection(freed, freed * self.block_bytes, prefixes - cached.cached_prefixes, time_ms)
 
     def set_prefixes(self, prefixes: PrefixSettings) -> None:
-        """Cache prefixes by these settings from now on. Cached blocks stay, and are found again once `sharing` is on again.
-        Blocks of live sequences that became full meanwhile are cached when the sequence is extended."""
+        """From now on, cache prefixes under these settings. Cached blocks stay, and are found again once `sharing` is on
+        again. Blocks of live sequences that filled up in the meantime are cached when the sequence is extended."""
         self._prefix_cache.settings = prefixes
         self._prefix_cache.limit_prefixes()
 
@@ -409,7 +411,7 @@ class KVCache:
 
     def reset(self, *, include_cpu: bool = False) -> bool:
         """Drop every cached block of the GPU, and of the CPU if requested. Returns False and changes nothing if a sequence
-        holds any."""
+        holds any of them."""
         if self._pool.referenced_blocks:
             return False
         self._prefix_cache.clear(include_cpu=include_cpu)
@@ -441,7 +443,7 @@ class KVCache:
             raise InsufficientBlocks(blocks, self._pool.available_blocks)
 
     def _report_pressure(self) -> None:
-        """Call the callback if the level has changed. Must be the last thing that a call does."""
+        """Call the callback if the level has changed. This must be the last thing that a call does."""
         before, now = self._reported_pressure, self.pressure
         if now is not before:
             self._reported_pressure = now

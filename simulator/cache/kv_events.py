@@ -1,4 +1,4 @@
-"""KV events: changes of the cache's blocks, in order."""
+"""KV events: the changes to the cache's blocks, in order."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 
 class Medium(StrEnum):
-    """The place of a block's copy, in vLLM's words."""
+    """The place of a block's copy, in vLLM's terms."""
 
     GPU = "GPU"
     CPU = "CPU"
@@ -14,7 +14,8 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Each block of a run has one more copy on `medium`. The run is head first: each block is the parent of the next.
+    """Each block of a run has one more copy on `medium`. The run is listed head first: each block is the parent of the next
+    one.
 
     A group that keeps only some blocks of a run names only these; parent and tokens are still those of the whole run, as in
     vLLM.

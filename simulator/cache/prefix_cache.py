@@ -22,12 +22,13 @@ class PrefixSettings:
     """Settings for cached prefixes. By default, all are cached until their space is needed, as in real engines."""
 
     sharing: bool = True
-    """Off: nothing is cached or found; forks still share their blocks."""
+    """If off, nothing is cached or found, but forks still share their blocks."""
     min_tokens: int = 0
     """Prefixes shorter than this are neither cached nor found."""
     max_prefixes: int | None = None
-    """Limit of distinct prefixes (chains of blocks that no cached block continues). Above it, the prefix that the policy
-    would evict first is dropped, except blocks that another prefix shares. Prefixes of live sequences always stay."""
+    """Maximum number of distinct prefixes (chains of blocks that no cached block continues). Beyond that, the prefix
+    that the policy would evict first is dropped, except for blocks that another prefix shares. Prefixes of live
+    sequences always stay."""
     ttl_s: float | None = None
     """A prefix that no sequence has held for this many seconds is no longer found, and is dropped by `gc`."""
 
@@ -92,7 +93,7 @@ class PrefixCache:
         return len(self._tree.leaves)
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
-        """The node of this block after `parent`, if it can be used."""
+        """The node for this block after `parent`, if it can be used."""
         node = self._tree.find(parent, token_ids, namespace)
         return node if node is not None and self.usable(node) else None
 
@@ -149,7 +150,8 @@ class PrefixCache:
         return nodes
 
     def release(self, block: Block) -> None:
-        """Drop one sequence's reference. After the last one a cached block may be evicted, and any other block is free."""
+        """Drop one sequence's reference. After the last one, a cached block may be evicted, and any other block becomes
+        free."""
         if not self._pool.dereference(block):
             return
         if block.node is None:
@@ -216,7 +218,7 @@ class PrefixCache:
         self._cpu_tier.swap_blocks -= blocks
 
     def compact(self) -> dict[int, int]:
-        """Move blocks so that the free ones are adjacent. Returns new ids by old ones, for the block tables."""
+        """Move blocks so that the free ones are adjacent. Returns the new ids by the old ones, for the block tables."""
         moves = self._pool.compact()
         for old, new in moves.items():
             self._candidates.discard(old)
@@ -265,7 +267,7 @@ class PrefixCache:
         self._prune(node)
 
     def _swap_out(self, node: PrefixNode) -> None:
-        """Copy a node that leaves the GPU to the CPU, if the tier has or can make room."""
+        """Copy a node that is leaving the GPU to the CPU tier, if that has room or can make some."""
         if self._cpu_tier.room < 1 and not self._evict_from_cpu():
             return
         self._tick += 1
@@ -274,7 +276,7 @@ class PrefixCache:
         self._events.append(_stored([node], Medium.CPU))
 
     def _evict_from_cpu(self) -> bool:
-        """Make room for one block on the CPU. False if every copy must stay."""
+        """Make room for one block on the CPU. Returns False if every copy must stay."""
         victim = self._cpu_tier.take_victim()
         if victim is None:
             return False
@@ -316,7 +318,8 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Call after a node lost a copy: drops it from the tree if it was the last one, and updates the nodes above."""
+        """Call after a node has lost a copy. If it was the last one, drops the node from the tree, and updates the
+        nodes above it."""
         if node.resident or node.children:
             self._update_candidates(node)
         if node.parent is not None:
@@ -326,7 +329,7 @@ class PrefixCache:
             self._update_candidates(remaining)
 
     def _drop_tail(self, leaf: PrefixNode, droppable: Callable[[PrefixNode], bool]) -> None:
-        """Drop all copies of a leaf, and of the blocks before it that become leaves, while they are droppable."""
+        """Drop all copies of a leaf, and of the blocks before it that become leaves, as long as they are droppable."""
         node: PrefixNode | None = leaf
         while node is not None and not node.children and (not node.resident or droppable(node)):
             parent = node.parent
@@ -359,8 +362,8 @@ class PrefixCache:
         return max(self._key(self._pool[block_id], leaf) for block_id in leaf.gpu_block_ids)
 
     def _removable(self, leaf: PrefixNode) -> bool:
-        """True if no sequence holds the part that only this prefix has. Otherwise dropping its end would not reduce the number
-        of prefixes."""
+        """True if no sequence holds the part that belongs only to this prefix. Otherwise dropping its end would not reduce the
+        number of prefixes."""
         node: PrefixNode | None = leaf
         while node is not None and not self._held(node):
             if node.parent is not None and len(node.parent.children) > 1:

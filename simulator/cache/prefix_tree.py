@@ -92,17 +92,17 @@ class PrefixTree:
 
     @property
     def leaves(self) -> Collection[PrefixNode]:
-        """The nodes without children: one for each distinct prefix. All of them are resident."""
+        """The nodes without children: there is one for each distinct prefix. All of them are resident."""
         return self._leaves.values()
 
     def find(self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace) -> PrefixNode | None:
-        """The node of this block after `parent`, if it is known; it may have no copy left."""
+        """The node for this block after `parent`, if it is known; it may have no copies left."""
         return self._lookup(self._hash(parent, token_ids, namespace), parent, token_ids, namespace)
 
     def find_or_add(
         self, parent: PrefixNode | None, token_ids: tuple[int, ...], namespace: Namespace
     ) -> PrefixNode | None:
-        """The node of this block after `parent`; None if another block already has that hash."""
+        """The node for this block after `parent`, added if necessary; None if another block already has that hash."""
         block_hash = self._hash(parent, token_ids, namespace)
         if block_hash in self._nodes:
             return self._lookup(block_hash, parent, token_ids, namespace)
@@ -117,7 +117,7 @@ class PrefixTree:
         """Drop a node that is no longer needed, then its ancestors. Returns the first one that stays, if any."""
         while node is not None and not node.resident and not node.children:
             parent = node.parent
-            if self._nodes.get(node.block_hash) is node:  # otherwise it was dropped before
+            if self._nodes.get(node.block_hash) is node:  # otherwise it has been dropped before
                 del self._nodes[node.block_hash], self._leaves[node.block_hash]
                 if parent is not None:
                     del parent.children[node.block_hash]

@@ -1,4 +1,4 @@
-"""Memory pressure: the share of blocks that sequences hold, as a level."""
+"""Memory pressure: a level that depends on the share of blocks that sequences hold."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -7,7 +7,7 @@ from kvatlas.errors import InvalidValue
 
 
 class MemoryPressure(IntEnum):
-    """Levels, ordered: `pressure >= MemoryPressure.HIGH`."""
+    """Levels of pressure, which are ordered: `pressure >= MemoryPressure.HIGH`."""
 
     LOW = 0
     MEDIUM = 1
@@ -21,7 +21,7 @@ class MemoryPressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PressureThresholds:
-    """The utilization (0..1) from which each level applies; below `medium`, it is low."""
+    """The utilization (0..1) from which each level applies; below `medium`, the pressure is low."""
 
     medium: float = 0.6
     high: float = 0.8
@@ -34,7 +34,7 @@ class PressureThresholds:
             )
 
     def level(self, utilisation: float) -> MemoryPressure:
-        """The level at a utilization of 0..1."""
+        """The level at this utilization (0..1)."""
         return MemoryPressure(
             (utilisation >= self.medium) + (utilisation >= self.high) + (utilisation >= self.critical)
         )

@@ -1,6 +1,6 @@
-"""The content of a simulated engine, in the index's terms, for tests and tools that compare the two.
+"""The content of a simulated engine, in the terms of the index, for tests and tools that compare the two.
 
-Real engines can't be asked for theirs; that is why publishers exist.
+Real engines can't be asked for their content, which is why publishers exist.
 """
 
 from typing import Any

@@ -24,12 +24,12 @@ class PrefixMatch:
     nodes: tuple[PrefixNode, ...]
     hit_tokens: int
     lookup_blocks: int
-    """Full blocks of the prompt that a hit could have covered."""
+    """Number of full blocks of the prompt that a hit could have covered."""
 
 
 @dataclass(slots=True)
 class LiveSequence:
-    """A cache's state of one sequence."""
+    """The state that a cache keeps for one sequence."""
 
     namespace: Namespace
     priority: Priority
@@ -74,24 +74,25 @@ class SequenceBlocks:
         return PrefixMatch(len(token_ids), namespace, tuple(nodes), len(nodes) * size, lookup_blocks)
 
     def required(self, match: PrefixMatch, new_tokens: int) -> int:
-        """Available blocks that `fill` takes: to hold the match, and for this many tokens after it."""
+        """Number of available blocks that `fill` takes to hold the match and this many tokens after it."""
         taken = sum(
             1 for node in match.nodes if not node.gpu_block_ids or not self._pool[node.gpu_block_ids[0]].references
         )
         return taken + count_blocks(new_tokens, self._block_size)
 
     def growth(self, sequence: LiveSequence, tokens: int) -> int:
-        """Available blocks that `append` takes: those it adds to the sequence, plus one if it copies a shared one."""
+        """Number of available blocks that `append` takes: those that it adds to the sequence, plus one if it copies a
+        shared block."""
         return self._added(sequence, tokens) + self._copies_tail(sequence, tokens)
 
     def fill(self, sequence: LiveSequence, match: PrefixMatch, token_ids: Sequence[int]) -> None:
-        """Give a sequence without blocks those of a match, and write the tokens after it."""
+        """Give a sequence that has no blocks those of a match, and write the tokens that follow it."""
         sequence.table = BlockTable(self._block_size, self._prefix_cache.hold(match.nodes), match.hit_tokens)
         sequence.nodes = list(match.nodes)
         self.append(sequence, token_ids)
 
     def append(self, sequence: LiveSequence, token_ids: Sequence[int]) -> None:
-        """Write tokens after a sequence's last one; full blocks are cached at once."""
+        """Write tokens after a sequence's last one; full blocks are cached immediately."""
         size, table = self._block_size, sequence.table
         added = self._added(sequence, len(token_ids))
         if self._copies_tail(sequence, len(token_ids)):

@@ -10,7 +10,7 @@ class CacheStats:
     """Counters since the start, in blocks, and current fractions (0..1)."""
 
     allocations: int
-    """GPU blocks handed out."""
+    """GPU blocks that were handed out."""
     deallocations: int
     """GPU blocks that became free again; allocations minus these are the blocks in use."""
     hits: int
@@ -18,11 +18,11 @@ class CacheStats:
     misses: int
     """Full prompt blocks that had to be computed."""
     evictions: int
-    """Cached copies that left the GPU to make room, for blocks or for prefixes."""
+    """Cached copies that left the GPU to make room for blocks or for prefixes."""
     copies: int
     """Partial blocks copied on write because another sequence also held them."""
     failures: int
-    """Calls refused for lack of blocks."""
+    """Calls that were refused for lack of blocks."""
     swapped_out: int
     swapped_in: int
     cpu_evictions: int
@@ -50,7 +50,7 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among all looked-up blocks; 0 before the first lookup."""
+        """Share of hits among all looked-up blocks; 0 before the first lookup."""
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else 0.0
 
@@ -71,7 +71,8 @@ class GarbageCollection:
 
 @dataclass(frozen=True, slots=True)
 class Defragmentation:
-    """The result of `defragment`. Fragmentation: share of the free blocks outside the longest run of adjacent ones."""
+    """The result of `defragment`. Fragmentation is the share of the free blocks outside the longest run of adjacent
+    ones."""
 
     moved_blocks: int
     fragmentation_before: float

@@ -31,18 +31,18 @@ _POLL_S = 0.05
 MODEL = "demo-model"
 
 SHARED_MACHINE = ["--decision-deadline-ms", "1000", "--no-learn"]
-"""All parts share this machine: the store may have to wait for a core, and which of four equal engines answers late is
+"""All parts share this machine, so the store may have to wait for a core. Which of four equal engines answers late is
 chance, so the router must not learn from it."""
 
 ROUTERS = {
-    # the same hop: it decides and books in the same way, but sends each request to the next engine
+    # the same hop: this router decides and books in the same way, but sends each request to the next engine
     "round-robin": [*SHARED_MACHINE, "--follow", "round_robin"],
     "kvatlas": SHARED_MACHINE,
 }
 """The flags of each phase's router."""
 
 RESIDENCY = {"by residency": [*SHARED_MACHINE, "--no-marks"]}
-"""Additional router for hybrid engines: chooses like a router that knows only full attention's blocks."""
+"""An additional router for hybrid engines, which chooses like a router that knows only the blocks of full attention."""
 
 
 class DemoSettings(ProcessSettings):
@@ -78,7 +78,7 @@ class DemoSettings(ProcessSettings):
 
 
 async def run_demo(settings: DemoSettings, *, as_json: bool = False) -> None:
-    """Print progress on stderr, a table (or JSON) on stdout. Leaves no process behind, even if cancelled.
+    """Print progress on stderr and a table (or JSON) on stdout. Leaves no process behind, even if cancelled.
 
     Raises KvatlasError if a part does not start, or if the fleet does not settle.
     """
@@ -179,7 +179,7 @@ class FleetProbe:
         raise KvatlasError(f"the index still has blocks {SETTLE_S:g} s after the engines' caches were cleared")
 
     async def settled_blocks(self) -> int:
-        """Blocks in the index, once there are some and their number no longer changes."""
+        """Number of blocks in the index, once there are some and it no longer changes."""
         index = await open_redis_index(self.store, writer=False)
         before = 0
         with anyio.move_on_after(SETTLE_S):
@@ -201,6 +201,6 @@ class FleetProbe:
 
 @asynccontextmanager
 async def open_probe(fleet: RunningFleet) -> AsyncIterator[FleetProbe]:
-    """Open a probe connected to the fleet's parts."""
+    """Open a probe that is connected to the fleet's parts."""
     async with connected_store(fleet.redis_url, wait=False) as store, httpx.AsyncClient(timeout=10) as http:
         yield FleetProbe(fleet, http, store)

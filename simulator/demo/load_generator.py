@@ -98,7 +98,7 @@ async def _run_session(
 
 
 async def _request(client: httpx.AsyncClient, turn: Turn, model: str) -> tuple[Outcome, Sequence[int]]:
-    """Send one turn, and repeat it after every refusal. Returns the outcome and the answer's tokens."""
+    """Send one turn, and send it again after every refusal. Returns the outcome and the answer's tokens."""
     refused = 0
     began = perf_counter()
     while not isinstance(answer := await _post_completion(client, turn, model), _Answer):

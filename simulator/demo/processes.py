@@ -40,7 +40,7 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunningFleet:
-    """URLs: engines by worker id, routers by name, the indexers' status pages."""
+    """The URLs of the engines by worker id, of the routers by name, and of the indexers' status pages."""
 
     nats_url: str
     redis_url: str
@@ -51,10 +51,10 @@ class RunningFleet:
 
 @asynccontextmanager
 async def running_fleet(settings: FleetSettings, folder: Path) -> AsyncIterator[RunningFleet]:
-    """Embedded NATS and Valkey, indexers, engines with a sidecar each, and routers; the context is entered once all of them
-    answer.
+    """Run embedded NATS and Valkey, indexers, engines with a sidecar each, and routers. The context is entered once all of
+    them answer.
 
-    Raises KvatlasError for a part that does not start, with the last line of its log.
+    Raises KvatlasError, with the last line of the part's log, if a part does not start.
     """
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_server())

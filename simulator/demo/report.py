@@ -25,7 +25,7 @@ class Phase:
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens that the engines found cached, as a fraction."""
+        """The fraction of prompt tokens that the engines found cached."""
         return sum(o.cached_tokens for o in self.outcomes) / max(1, sum(o.prompt_tokens for o in self.outcomes))
 
     @property
@@ -46,12 +46,12 @@ class Phase:
 
     @property
     def exact_rate(self) -> float:
-        """Requests whose prediction equals the engine's figure, as a fraction."""
+        """The fraction of requests whose prediction equals the engine's figure."""
         return sum(o.deviation is Deviation.NONE for o in self.outcomes) / len(self.outcomes)
 
     @property
     def deviations(self) -> dict[Deviation, int]:
-        """The number of requests that deviate from their prediction, by reason."""
+        """The numbers of requests that deviate from their prediction, by reason."""
         found = Counter(o.deviation for o in self.outcomes)
         return {why: found[why] for why in MEANING}
 

@@ -1,1 +1,1 @@
-"""Scheduler, steps and their duration."""
+"""The engine's scheduler, its steps and their duration."""

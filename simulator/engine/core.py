@@ -1,4 +1,5 @@
-"""One engine without clock or I/O: takes requests, computes steps in simulated time, and generates synthetic tokens."""
+"""One engine without a clock or I/O. It takes requests, computes steps in simulated time, and generates synthetic
+tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class EngineLoad:
     running: int
     waiting: int
     prompt_tokens_total: int
-    """Prompt tokens that were computed, or found in the cache."""
+    """Prompt tokens that were computed or found in the cache."""
     generation_tokens_total: int
     prefix_queries_tokens_total: int
     prefix_hits_tokens_total: int
@@ -62,7 +63,7 @@ class EngineCore:
         vocab_size: int = 128_256,
         answers_text: bool = False,
     ) -> None:
-        """`answers_text`: its answers are `TextAnswer`s."""
+        """`answers_text`: the engine's answers are `TextAnswer`s."""
         self._answers_text = answers_text
         self.cache = cache
         self._scheduler = Scheduler(cache, limits or SchedulerLimits())
@@ -88,7 +89,7 @@ class EngineCore:
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises QueueFull, and RequestTooLarge for a request that can never run."""
+        """Queue a request. Raises QueueFull, or RequestTooLarge for a request that can never run."""
         self._scheduler.check(request)
         sequence = self._new_sequence(request, 0)
         sequence.forks_due = request.choices - 1
@@ -100,7 +101,7 @@ class EngineCore:
             self._scheduler.end(sequence)
 
     def release(self, request_id: str) -> bool:
-        """Free the blocks that an ended request holds; False if it holds none (any more)."""
+        """Free the blocks that an ended request holds. Returns False if it holds none (any more)."""
         return self._scheduler.release(request_id)
 
     def reset_prefix_cache(self, *, preempt_running: bool = False, include_cpu: bool = False) -> bool:
@@ -133,7 +134,7 @@ class EngineCore:
         return Step(batch, now_us, now_us + duration_us)
 
     def end_step(self, step: Step) -> StepResult:
-        """Generate the step's tokens. Sequences that were aborted or preempted since its beginning get none."""
+        """Generate the step's tokens. Sequences that have been aborted or preempted since the step began get none."""
         tokens: list[GeneratedToken] = []
         for sequence in step.batch.sequences:
             if sequence.ended or sequence.remaining:
@@ -154,7 +155,7 @@ class EngineCore:
         )
 
     def _forks(self, sequence: EngineSequence) -> Iterator[EngineSequence]:
-        """Begin the other answers of a request whose prompt is computed now; they share its blocks."""
+        """Begin the other answers to a request whose prompt has just been computed; they share its blocks."""
         for choice in range(1, sequence.forks_due + 1):
             fork = self._new_sequence(sequence.request, choice)
             fork.computed = sequence.computed

@@ -22,8 +22,8 @@ class RequestTooLarge(InvalidValue):
 class GenerationRequest:
     """One prompt with `choices` answers of `max_tokens` tokens each. As in vLLM, the seed of a choice is `seed` plus its index.
 
-    `received_tokens`: prompt tokens whose KV came from another engine; the last token is computed in any case. `holds`: its
-    blocks are held after it ends, until `release`.
+    `received_tokens`: prompt tokens whose KV came from another engine; the last token is computed in any case. `holds`: the
+    request's blocks are held after it ends, until `release`.
     """
 
     request_id: str
@@ -44,5 +44,5 @@ class GeneratedToken:
     choice: int
     token_id: int
     cached_tokens: int
-    """Prompt tokens that came from the cache when the request was first scheduled."""
+    """Number of prompt tokens that came from the cache when the request was first scheduled."""
     finish_reason: FinishReason | None

@@ -17,7 +17,8 @@ from kvatlas_simulator.engine.generation_request import GeneratedToken, Generati
 _log = logging.getLogger(__name__)
 
 MIN_SLEEP_S = 0.001
-"""Event loops can't sleep for less. Steps that are due sooner run at once, and the next sleep compensates."""
+"""Event loops can't sleep for a shorter time. Steps that are due sooner run immediately, and the next sleep makes up
+for it."""
 
 MAX_LAG_S = 0.1
 """Maximum lag that a busy engine catches up on. On a machine too slow for the speed-up, simulated time runs slower."""
@@ -81,7 +82,7 @@ class EngineLoop:
     def generate(self, request: GenerationRequest) -> Iterator[MemoryObjectReceiveStream[GeneratedToken]]:
         """The tokens of a request, as steps end. Exiting the context early aborts the request.
 
-        If the engine stops, the stream ends without the last token. Raises QueueFull and RequestTooLarge.
+        If the engine stops, the stream ends without the last token. Raises QueueFull or RequestTooLarge.
         """
         self.core.submit(request)
         send, receive = anyio.create_memory_object_stream[GeneratedToken](math.inf)
@@ -99,13 +100,13 @@ class EngineLoop:
                     self.core.abort(request.request_id)
 
     async def reset_prefix_cache(self, *, preempt_running: bool, include_cpu: bool) -> bool:
-        """Reset the core's prefix cache; the events are published at once, even by an idle engine."""
+        """Reset the core's prefix cache; the events are published immediately, even by an idle engine."""
         done = self.core.reset_prefix_cache(preempt_running=preempt_running, include_cpu=include_cpu)
         await self._publish(self.core.take_events())
         return done
 
     async def sleep(self) -> None:
-        """Drop the cache and let requests wait until `wake_up`, like vLLM."""
+        """Drop the cache and make requests wait until `wake_up`, like vLLM."""
         self.asleep = True
         await self.reset_prefix_cache(preempt_running=True, include_cpu=True)
 
@@ -125,7 +126,7 @@ class EngineLoop:
         self._wake.set()
 
     async def wait_for_pass(self) -> None:
-        """Return when the pass after the current one is computed, or at once if there is nothing to compute."""
+        """Return when the pass after the current one is computed, or immediately if there is nothing to compute."""
         for _ in range(2):
             if self.core.has_work or self.hung:
                 await self._step_ended.wait()

@@ -26,11 +26,11 @@ class SchedulerLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
     queue_limit: int = 1_024
-    """Limit of waiting requests; a preempted sequence is always queued again."""
+    """Maximum number of waiting requests; a preempted sequence is always queued again."""
 
 
 class EngineSequence:
-    """A request's prompt and one of its answers, as far as generated."""
+    """A request's prompt and one of its answers, as far as it has been generated."""
 
     __slots__ = (
         "answer",
@@ -70,7 +70,7 @@ class EngineSequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known but not computed yet."""
+        """Number of tokens that are known but not computed yet."""
         return len(self.tokens) - self.computed
 
     def next_tokens(self, count: int) -> Sequence[int]:
@@ -84,7 +84,7 @@ class Batch:
     sequences: list[EngineSequence] = field(default_factory=list)
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
-    """Pairs of a computed prompt token and a token before it."""
+    """Number of pairs of a computed prompt token and a token before it."""
     decode_sequences: int = 0
     swapped_in_blocks: int = 0
     preempted: int = 0
@@ -127,7 +127,7 @@ class Scheduler:
         return len(self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
-        """Check that a request can be queued. Raises QueueFull, and RequestTooLarge for one that can never run."""
+        """Check that a request can be queued. Raises QueueFull, or RequestTooLarge for one that can never run."""
         total = len(request.prompt) + request.max_tokens
         if not request.prompt:
             raise RequestTooLarge("the prompt is empty; expected at least one token")
@@ -168,7 +168,7 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def release(self, request_id: str) -> bool:
-        """Free the blocks of an ended request that holds them; False for any other request."""
+        """Free the blocks of an ended request that holds them. Returns False for any other request."""
         sequence_id = self._held.pop(request_id, None)
         if sequence_id is not None:
             self._cache.free(sequence_id)
@@ -185,7 +185,7 @@ class Scheduler:
         budget = self._continue_running(batch, self._limits.max_num_batched_tokens)
         if not batch.preempted:
             self._admit_waiting(batch, budget)
-        while not batch.sequences and self._held:  # blocks that other engines have not fetched yet make way
+        while not batch.sequences and self._held:  # blocks that other engines have not fetched yet have to make way
             self.release(next(iter(self._held)))
             self._admit_waiting(batch, budget)
         if not batch.sequences:
@@ -193,7 +193,8 @@ class Scheduler:
         return batch
 
     def _continue_running(self, batch: Batch, budget: int) -> int:
-        """Schedule running sequences; preempt the youngest while there are too few blocks. Returns the remaining budget."""
+        """Schedule running sequences; preempt the youngest ones while there are too few blocks. Returns the remaining
+        budget."""
         index = 0
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
@@ -211,7 +212,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, batch: Batch, budget: int) -> None:
-        """Schedule waiting sequences in order while slots, blocks and budget last."""
+        """Schedule waiting sequences in order as long as slots, blocks and budget last."""
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
             slots = sum(1 + running.forks_due for running in self._running)

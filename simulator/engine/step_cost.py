@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Linear rates in microseconds. A step computes prefill chunks together with one token of every decoding sequence."""
+    """Rates of a linear model, in microseconds. A step computes prefill chunks together with one token of every decoding
+    sequence."""
 
     prefill_us_per_token: float = 45.0
     decode_step_us: float = 8_000.0
-    """Once per step in which anything decodes: the time to read the weights."""
+    """Added once per step in which anything decodes: the time to read the weights."""
     decode_us_per_sequence: float = 50.0
     decode_us_per_kv_token: float = 0.02
     """The time to read the KV of one token of a decoding sequence."""
@@ -17,7 +18,7 @@ class StepCost:
     attention_us_per_token_pair: float = 0.0
     """Per pair of a computed prompt token and a token before it: attention cost grows quadratically."""
     overhead_us: float = 0.0
-    """Once per step, whatever it computes: scheduling and kernel launches."""
+    """Added once per step, whatever it computes: the time for scheduling and kernel launches."""
 
     def step_us(
         self,

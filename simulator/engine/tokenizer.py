@@ -55,8 +55,8 @@ _LETTERS = b'etaoinshrdlucmfwypvbgk,.\n"\\' + 5 * b" "
 
 class TextAnswer:
     """An endless answer in text, whose next character depends on its seed and on all text before it: the prompt's and its
-    own. So another engine that gets the prompt and a part of the answer, as token ids or as text, continues with the same
-    text."""
+    own. So another engine that is given the prompt and a part of the answer, as token ids or as text, continues with the
+    same text."""
 
     def __init__(self, model: str, prompt: Sequence[int], seed: int) -> None:
         self._text = xxhash.xxh3_64(f"{model}\0{seed}\0".encode())

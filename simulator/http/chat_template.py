@@ -28,7 +28,7 @@ def render(
     thinking: bool = False,
 ) -> str:
     """The text of a conversation. As in vLLM, the text parts of a message are joined by newlines, and tools have the fields
-    and the order of vLLM's own description. `continue_final_message`: the last message is not complete.
+    and the order that vLLM's own description of them has. `continue_final_message`: the last message is not complete.
     `thinking`: the template begins the answer's reasoning, as those of DeepSeek-R1 and Qwen3-Thinking do."""
     parts = [f"<|effort|>\n{reasoning_effort}<|end|>\n"] if reasoning_effort else []
     parts += [f"<|documents|>\n{_to_json(documents)}<|end|>\n"] if documents else []

@@ -34,13 +34,13 @@ def error_response(status: int, message: str) -> JSONResponse:
 
 
 class CompletionResponse(Response):
-    """A response that generates while it is sent, and aborts the request if the client disconnects."""
+    """A response that is generated while it is being sent, and aborts the request if the client disconnects."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
     gives_prompt_ids_in_choice = True
-    """True if streams send the prompt's ids in a choice; chats send them with the role."""
+    """True if streams send the prompt's ids in a choice. Chats send them along with the role."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class CompletionResponse(Response):
         fetches: KvFetches,
         keep_alive_s: float = 0.0,
     ) -> None:
-        """`keep_alive_s`: a stream that waits this long sends a comment; 0: never."""
+        """`keep_alive_s`: a stream that has waited this long sends a comment; 0: never."""
         super().__init__()
         self._keep_alive_s = keep_alive_s
         self._transfers = transfers
@@ -171,7 +171,8 @@ class CompletionResponse(Response):
         return self._response_body(choices, answer.usage(), self.object_name)
 
     def _events(self, token: GeneratedToken, answer: "Answer", *, begins: bool, first: bool) -> Iterator[bytes]:
-        """Events for one token. `begins`: it is the answer's first. `first`: it is its choice's first."""
+        """Events for one token. `begins`: it is the first token of the answer. `first`: it is the first token of its
+        choice."""
         if first:
             for opening in self._opening(token.choice):
                 usage = answer.usage(tokens=0) if self._body.counts_usage else None
@@ -192,7 +193,7 @@ class CompletionResponse(Response):
     async def _with_pauses(
         self, tokens: MemoryObjectReceiveStream[GeneratedToken]
     ) -> AsyncIterator[GeneratedToken | None]:
-        """Tokens, and None for each pause that a comment fills."""
+        """Yield tokens, and None for each pause that is to be filled by a comment."""
         while True:
             token: GeneratedToken | None = None
             try:
@@ -267,7 +268,7 @@ class Answer:
     token_ids: list[list[int]] = field(init=False)
     texts: list[str] = field(init=False)
     parts: list[str] = field(init=False)
-    """The text of each choice's last token, as far as it may be sent."""
+    """The text of each choice's last token, as far as it may be sent already."""
     finish_reasons: list[str | None] = field(init=False)
     cached_tokens: int = 0
 
@@ -281,7 +282,7 @@ class Answer:
         return cls(request, [StopStrings(stops) for _ in range(request.choices)])
 
     def add(self, token: GeneratedToken) -> bool:
-        """Add a token. False if its choice has ended."""
+        """Add a token. Returns False if its choice has ended."""
         choice, stops = token.choice, self.stops[token.choice]
         if self.finish_reasons[choice] is not None:
             return False
@@ -297,7 +298,7 @@ class Answer:
         return all(self.finish_reasons)
 
     def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
-        """`tokens`: the tokens of one choice so far; default: those of the whole answer."""
+        """The usage to report. `tokens`: the number of tokens of one choice so far; default: of the whole answer."""
         prompt = len(self.request.prompt)
         completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {
@@ -309,7 +310,7 @@ class Answer:
 
 
 def server_sent_event(body: dict[str, Any], name: str | None = None) -> bytes:
-    """An event; `name`: its type."""
+    """Format an event; `name`: its type."""
     return (
         (f"event: {name}\n".encode() if name else b"")
         + b"data: "

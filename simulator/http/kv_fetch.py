@@ -2,9 +2,9 @@
 
 Request forms are those of real engines: vLLM's `kv_transfer_params.remote_kv_source` (OffloadingConnector with a p2p tier), and
 the action `kv.fetch` in `kv_hints` (KVCR). How the KV travels is the simulator's own: the reader calls the source's
-`/kv_fetch`, which answers when the KV would have arrived; all readers share the source's bandwidth, one after another. As with
-real engines, both must hash blocks in the same way (the same `--seed`), and the prompt is computed if the source does not hold
-the blocks, or does not answer.
+`/kv_fetch`, which answers when the KV would have arrived; all readers share the source's bandwidth, and are served one after
+another. As with real engines, both must hash blocks in the same way (the same `--seed`), and the prompt is computed if the
+source does not hold the blocks, or does not answer.
 """
 
 import logging
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """`hashes` None: everything that it holds may be fetched, otherwise only blocks with these hashes."""
+    """If `hashes` is None, everything that the source holds may be fetched, otherwise only blocks with these hashes."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class _Source:
 
 
 class KvFetches:
-    """The fetches of one engine, from others and by others."""
+    """The fetches of one engine: those that it makes from others, and those that others make from it."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class KvFetches:
         us_per_token: float,
         speed_up: float,
     ) -> None:
-        """`connector` None: it fetches nothing, and others fetch nothing from it. `us_per_token`: time to send a token's KV."""
+        """`connector` None: the engine fetches nothing, and others fetch nothing from it. `us_per_token`: time to send a
+        token's KV."""
         self._engine = engine
         self._connector = connector
         self._hasher = hasher
@@ -59,8 +60,8 @@ class KvFetches:
         self.fetched_tokens = 0
 
     async def fetch(self, body: CompletionRequest | ChatRequest, namespace: Namespace) -> int:
-        """Fetch the KV that the request names. Returns the number of the prompt's first tokens that are then held; 0 if
-        nothing arrived."""
+        """Fetch the KV that the request names. Returns the number of tokens at the prompt's start that are then held; 0
+        if nothing arrived."""
         source = self._source_of(body)
         if source is None:
             return 0
@@ -135,8 +136,8 @@ def _fetch_action(payload: dict[str, Any]) -> _Source | None:
 
 
 def connector_config(connector: KvConnector | None, url: str) -> dict[str, Any] | None:
-    """The configuration as in vLLM's `--kv-transfer-config`, except `tiers`: the simulator serves others from all of its
-    tiers, at its HTTP server `url`."""
+    """The configuration, as in vLLM's `--kv-transfer-config` except for `tiers`: the simulator serves others from all of
+    its tiers, at its HTTP server `url`."""
     if connector is None:
         return None
     parts = urlsplit(url)

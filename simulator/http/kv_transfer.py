@@ -1,8 +1,8 @@
 """Separate prefill and decode, like vLLM's NixlConnector and SGLang: the KV that one simulated engine hands to another.
 
-The forms of requests and answers are theirs (vLLM 0.33 `kv_transfer_params`, SGLang 0.5.23 `bootstrap_*`). The transfer
-itself is the simulator's own: the decode engine calls `/kv_transfer` of the prefill engine, which answers when the KV would
-have arrived. SGLang's bootstrap server is the prefill engine's HTTP server.
+The forms of requests and answers are those of the real engines (vLLM 0.33 `kv_transfer_params`, SGLang 0.5.23
+`bootstrap_*`). The transfer itself is the simulator's own: the decode engine calls `/kv_transfer` of the prefill engine,
+which answers when the KV would have arrived. SGLang's bootstrap server is the prefill engine's HTTP server.
 """
 
 import time
@@ -21,9 +21,9 @@ from kvatlas_simulator.engine.loop import EngineLoop
 from kvatlas_simulator.http.request_bodies import ChatRequest, CompletionRequest
 
 WAIT_S = 60.0
-"""Time that engines wait for each other."""
+"""How long engines wait for each other."""
 HELD_S = 480.0
-"""Time that a prompt's KV is held for a partner that does not come, like vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
+"""How long a prompt's KV is held for a partner that does not come, like vLLM's VLLM_NIXL_ABORT_REQUEST_TIMEOUT."""
 
 
 class Disaggregation(StrEnum):
@@ -41,8 +41,8 @@ class TransferFailed(KvatlasError):
 
 @dataclass(slots=True)
 class Transfer:
-    """This engine's part of a transfer. `received_tokens`: received from the partner. `room`: where it meets the
-    partner."""
+    """This engine's part of a transfer. `received_tokens`: the tokens received from the partner. `room`: where it meets
+    the partner."""
 
     received_tokens: int = 0
     holds: bool = False
@@ -51,8 +51,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Held:
-    """A prompt's KV, held for the partner. `request_id` None: not computed yet. `fetched`: the partner has it, or never
-    will."""
+    """A prompt's KV, held for the partner. `request_id` None: the prompt is not computed yet. `fetched`: set once the
+    partner has the KV, or will never get it."""
 
     request_id: str | None = None
     tokens: int = 0
@@ -75,7 +75,7 @@ class KvTransfers:
 
     async def receive(self, body: CompletionRequest | ChatRequest) -> Transfer:
         """Receive what a request gets from its partner before it is computed. Raises InvalidValue for a request that this
-        engine can't take, and TransferFailed."""
+        engine can't accept, or TransferFailed."""
         params = body.kv_transfer_params or {}
         if self._mode is Disaggregation.VLLM:
             if params.get("do_remote_prefill"):
@@ -95,8 +95,8 @@ class KvTransfers:
     async def hand_over(
         self, transfer: Transfer, request_id: str, tokens: int, address: tuple[str, int]
     ) -> dict[str, Any]:
-        """Hand over a computed prompt; return the fields for its answer. `address`: this engine's, as the caller reached
-        it. In a room this waits for the partner, and raises TransferFailed if it does not come."""
+        """Hand over a computed prompt; return the fields for its answer. `address`: the address at which the caller
+        reached this engine. In a room, this waits for the partner, and raises TransferFailed if it does not come."""
         if not transfer.holds:
             return {}
         self._expire()
@@ -125,7 +125,8 @@ class KvTransfers:
         raise TransferFailed(f"no decode engine came to room {transfer.room} within {WAIT_S:g} s")
 
     def end(self, transfer: Transfer) -> None:
-        """End the transfer of a request, whether it succeeded or not. A partner that still waits in its room gets nothing."""
+        """End the transfer of a request, whether it succeeded or not. A partner that is still waiting in its room gets
+        nothing."""
         if transfer.room is None or not transfer.holds:
             return
         held = self._rooms.pop(transfer.room, None)

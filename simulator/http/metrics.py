@@ -17,7 +17,7 @@ class EngineMetrics(Collector):
     """Collects the engine's state at each scrape."""
 
     def __init__(self, engine: EngineLoop, *, model: str, started_at: float) -> None:
-        """`started_at`: seconds since the epoch; identifies a restarted engine."""
+        """`started_at`: seconds since the epoch; changes when the engine is restarted."""
         self._engine = engine
         self._core = engine.core
         self._model = model

@@ -31,12 +31,13 @@ class _Body(BaseModel, ABC):
 
     @classmethod
     def parse(cls, body: bytes, *, vocab_size: int) -> Self:
-        """Parse and validate. Raises InvalidValue with one line that names the field, its value and what was expected."""
+        """Parse and validate. Raises InvalidValue, with a one-line message that names the field, its value and what was
+        expected."""
         return cls.of(_decode(body), vocab_size=vocab_size)
 
     @classmethod
     def of(cls, decoded: Mapping[str, Any], *, vocab_size: int) -> Self:
-        """`parse` for a decoded JSON object."""
+        """Like `parse`, but for a decoded JSON object."""
         try:
             request = cls.model_validate(decoded)
         except ValidationError as error:
@@ -108,7 +109,7 @@ class _Chat(_Body):
 
     @property
     def _template_arguments(self) -> dict[str, Any]:
-        """Additional arguments of the template; vLLM's `/tokenize` takes them only from here."""
+        """Additional arguments of the template; vLLM's `/tokenize` reads them only from here."""
         given = self.chat_template_kwargs or {}
         return {name: given[name] for name in ("reasoning_effort", "documents", "thinking") if name in given}
 
@@ -135,7 +136,7 @@ class _Generation(_Body):
 
     @property
     def counts_usage(self) -> bool:
-        """True if each event of a stream has the usage so far."""
+        """True if each event of a stream carries the usage so far."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
@@ -175,7 +176,7 @@ class TokenizeChatRequest(_Chat):
 
 
 def parse_tokenize(body: bytes, *, vocab_size: int) -> TokenizeTextRequest | TokenizeChatRequest:
-    """Parse a body of `/tokenize`, of either kind. Raises InvalidValue."""
+    """Parse a body of `/tokenize` of either kind. Raises InvalidValue."""
     kind = TokenizeChatRequest if b'"messages"' in body else TokenizeTextRequest
     return kind.parse(body, vocab_size=vocab_size)
 

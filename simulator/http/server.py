@@ -1,6 +1,6 @@
 """The engine's HTTP API, like vLLM's API server: health, version, metrics, models, the generation APIs and their rendering,
 event sources, cache reset and sleep; and SGLang's `/generate`. `/kv_blocks`, `/kv_transfer`, `/kv_fetch`, `/hang` and `/resume`
-are the simulator's own: a hung engine answers its status pages and takes requests, but computes nothing.
+are the simulator's own: a hung engine serves its status pages and accepts requests, but computes nothing.
 """
 
 import time
@@ -55,11 +55,11 @@ class EngineApi:
         keep_alive_s: float = 0.0,
         scale_out: bool = True,
     ) -> None:
-        """`resident_blocks`: lists what the cache holds. `event_source`: where its KV events are, as vLLM's `/kv_event_sources`
-        describes them; None without events. `transfers`, `fetches`: those to and from other engines; None: there are none.
-        `connector_config`: as vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only once the prompts in progress
-        are computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: serve vLLM's calls with token ids, and those that
-        render requests into such calls; False: refuse both."""
+        """`resident_blocks`: lists what the cache holds. `event_source`: where to find its KV events, as described by vLLM's
+        `/kv_event_sources`; None: there are no events. `transfers`, `fetches`: those to and from other engines; None: there are
+        none. `connector_config`: like vLLM's `kv_transfer_config`. `health_waits`: `/health` answers only once the prompts in
+        progress are computed. `keep_alive_s`: see `CompletionResponse`. `scale_out`: serve vLLM's calls with token ids, and
+        those that render requests into such calls; False: refuse both."""
         self._connector_config = connector_config
         self._health_waits = health_waits
         self._page = b""
@@ -108,7 +108,7 @@ class EngineApi:
         return Response()
 
     async def _hang(self, _: Request) -> Response:
-        self._page = self._metrics.page()  # a hung engine's figures stand still
+        self._page = self._metrics.page()  # the figures of a hung engine don't change
         self._engine.hang()
         return Response()
 
@@ -166,7 +166,8 @@ class EngineApi:
         )
 
     async def _render(self, api: Api, request: Request) -> Response:
-        """Render a request: what the engine would compute, as vLLM's `GenerateRequest`; for completions a list of them."""
+        """Render a request: return what the engine would compute, as vLLM's `GenerateRequest`; for completions, a list of
+        them."""
         try:
             body = parse_api(api, await request.body(), vocab_size=self._vocab_size)
             model, _ = self._resolve_model(body.model)
@@ -194,7 +195,7 @@ class EngineApi:
         return JSONResponse({"count": len(tokens), "max_model_len": capacity, "tokens": tokens, "token_strs": None})
 
     def _resolve_model(self, name: str | None) -> tuple[str, str | None]:
-        """(model as the response names it, adapter). Raises _UnknownModel."""
+        """The (model as named in the response, adapter). Raises _UnknownModel."""
         model = self._model if name is None else name
         if model != self._model and model not in self._adapters:
             served = ", ".join((self._model, *self._adapters))
@@ -209,7 +210,7 @@ class EngineApi:
         return JSONResponse({} if self._event_source is None else {"0": self._event_source})
 
     async def _server_info(self, _: Request) -> Response:
-        """The connector, as vLLM's development server shows its configuration."""
+        """The connector's configuration, as shown by vLLM's development server."""
         return JSONResponse({"vllm_config": {"kv_transfer_config": self._connector_config}})
 
     async def _kv_blocks(self, _: Request) -> Response:

@@ -1,5 +1,5 @@
-"""Stop strings in an answer, as vLLM finds them: text that may begin a stop string is held back until the following text
-decides."""
+"""Stop strings in an answer, as vLLM finds them: text that may begin a stop string is held back until the text after it
+shows whether it does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class StopStrings:
     _held: str = field(default="", init=False)
 
     def feed(self, text: str, *, last: bool) -> str:
-        """The text that may be sent now. `last`: no more follows."""
+        """Read more text, and return what may be sent now. `last`: no more text follows."""
         text, self._held = self._held + text, ""
         found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:

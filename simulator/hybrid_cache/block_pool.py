@@ -8,7 +8,8 @@ from kvatlas_simulator.cache.kv_events import BlockRemoved, GpuCleared, KVEvent,
 
 
 class Content:
-    """A block of tokens after one prefix, and its copies: for each group, the ids of the pool's blocks, oldest first."""
+    """A block of tokens after one prefix, and its copies: for each group, the ids of the pool's blocks that hold it,
+    oldest first."""
 
     __slots__ = ("block_hash", "copies", "namespace", "parent_hash", "token_ids")
 
@@ -22,7 +23,7 @@ class Content:
         self.copies: tuple[list[int], ...] = tuple([] for _ in range(groups))
 
     def equals(self, parent_hash: int | None, token_ids: Sequence[int], namespace: Namespace) -> bool:
-        """True if it is exactly this block, not another one with the same hash."""
+        """True if the content is exactly this block, not another one with the same hash."""
         return (
             self.parent_hash == parent_hash
             and self.token_ids == tuple(token_ids)
@@ -67,7 +68,8 @@ class SharedBlockPool:
         return not self._blocks[content.copies[group][0]].references
 
     def take(self, group: int) -> Block:
-        """Take the next free block, referenced once; evicts its content. The caller must know that one is free."""
+        """Take the next free block, referenced once; and evict its content. The caller must know that a block is
+        free."""
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
         if block.content is not None:
@@ -89,7 +91,7 @@ class SharedBlockPool:
         block.references += 1
 
     def release(self, block: Block) -> None:
-        """Drop one reference; after the last one the block is free."""
+        """Drop one reference; after the last one, the block is free."""
         block.references -= 1
         if not block.references:
             self._free[block.block_id] = None

@@ -2,12 +2,12 @@
 
 Invariants, after every call:
 
-- A block's references equal the number of tables it is in, over all groups; a free block may still have content.
+- A block's references equal the number of tables that it is in, over all groups; a free block may still have content.
 - The events, added up by (hash, group), are exactly the copies that the cache holds.
 - A hit ends at the deepest position, before the prompt's last token, at which every group has the blocks that it needs.
 
-Sources: vLLM 0.33's hybrid coordinator, block pool and retention of sparse groups. Simplifications: all groups have one
-block size, there is no CPU tier, and a step need not end where a mamba state is kept.
+Sources: vLLM 0.33's hybrid coordinator, block pool and retention of sparse groups. Simplifications: all groups have the
+same block size, there is no CPU tier, and a step does not have to end where a mamba state is kept.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from kvatlas_simulator.hybrid_cache.groups import CacheGroup, Retention
 class _Sequence:
     """A live sequence: its tokens in the cache, its full blocks' hashes, and each group's blocks by index.
 
-    `ends`: positions in tokens that sparse groups keep for other requests.
+    `ends`: positions, in tokens, that sparse groups keep for other requests.
     """
 
     namespace: Namespace
@@ -90,7 +90,7 @@ class HybridCache:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Number of blocks that no sequence holds."""
         return self._pool.available_blocks
 
     @property
@@ -108,7 +108,7 @@ class HybridCache:
         return tuple(self._pool.contents.values())
 
     def stats(self) -> CacheStats:
-        """Counters, and current gauges."""
+        """Counters and current gauges."""
         referenced = len(self._pool) - self._pool.available_blocks
         block_bytes = KVGeometry().bytes_of(self.block_size)
         return CacheStats(
@@ -191,7 +191,7 @@ class HybridCache:
     ) -> None:
         """Begin a sequence at the position where its prompt can resume, and write its first chunk.
 
-        Raises InsufficientBlocks, and SequenceExists.
+        Raises InsufficientBlocks or SequenceExists.
         """
         if request.sequence_id in self._sequences:
             raise SequenceExists(request.sequence_id)
@@ -220,7 +220,8 @@ class HybridCache:
         self._write(sequence, token_ids)
 
     def fork(self, sequence_id: SequenceId, new_sequence_id: SequenceId) -> None:
-        """Begin a sequence that shares all blocks of another; partial ones until either sequence writes to them."""
+        """Begin a sequence that shares all blocks of another; partial blocks are shared until either sequence writes to
+        them."""
         if new_sequence_id in self._sequences:
             raise SequenceExists(new_sequence_id)
         source = self._find(sequence_id)
@@ -306,7 +307,7 @@ class HybridCache:
         return deepest, resident
 
     def _begin(self, request: AllocationRequest) -> tuple[_Sequence, list[Content], int]:
-        """An empty sequence, the known blocks of its prompt, and how many of them are reused."""
+        """Create an empty sequence. Returns it, the known blocks of its prompt, and how many of them are reused."""
         last = max(len(request.token_ids) - 1, 0)
         known = self._known(request.token_ids, request.namespace, last // self.block_size)
         hit, resident = self._deepest(known)
@@ -319,7 +320,7 @@ class HybridCache:
         return whole if request.first_chunk is None else min(whole, hit * self.block_size + request.first_chunk)
 
     def _required(self, request: AllocationRequest) -> int:
-        """Available blocks that `allocate` takes: reused ones that no sequence holds, and new ones."""
+        """Number of available blocks that `allocate` takes: reused ones that no sequence holds, and new ones."""
         sequence, known, hit = self._begin(request)
         size, end = self.block_size, self._first_end(request, hit)
         taken = 0
@@ -334,7 +335,7 @@ class HybridCache:
         return sum(self._pool.is_free(known[index], number) for index in range(first, hit))
 
     def _growth(self, sequence: _Sequence, tokens: int) -> int:
-        """Available blocks that `_write` takes."""
+        """Number of available blocks that `_write` takes."""
         length = len(sequence.tokens)
         new = sum(
             len(self._new_indices(sequence, number, length, length + tokens)) for number in range(len(self.groups))
@@ -432,5 +433,6 @@ class HybridCache:
 
 
 def extend_runs(runs: Sequence[int], content: Content) -> tuple[int, ...]:
-    """Number of consecutive blocks that each group holds up to this one, from the counts at the previous block."""
+    """The number of consecutive blocks up to this one that each group holds, computed from the counts at the previous
+    block."""
     return tuple(run + 1 if copies else 0 for run, copies in zip(runs, content.copies, strict=True))

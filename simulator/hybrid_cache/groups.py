@@ -1,4 +1,5 @@
-"""A model's layer groups by kind of attention: which blocks each needs to continue, and which it keeps for other requests.
+"""A model's layer groups by kind of attention: which blocks each group needs to continue, and which it keeps for other
+requests.
 
 As in vLLM 0.33's cache managers (`single_type_kv_cache_manager`): a group needs the blocks that its attention still reads,
 and a prompt can resume wherever every group has what it needs to continue.
@@ -22,7 +23,7 @@ _SIZED = ("swa", "chunked")
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group; `tokens`: size of its sliding window or chunks, otherwise 0."""
+    """One group; `tokens`: the size of its sliding window or chunks, otherwise 0."""
 
     kind: AttentionKind
     tokens: int = 0
@@ -47,7 +48,7 @@ class CacheGroup:
 
     @property
     def window_tokens(self) -> int | None:
-        """The window as events report it; None unless it is a sliding window."""
+        """The window as reported in events; None unless the group has a sliding window."""
         return self.tokens if self.kind is AttentionKind.SLIDING_WINDOW else None
 
     def first_needed(self, computed: int, block_size: int) -> int:

@@ -21,8 +21,8 @@ CACHE_BLOCK = 2
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """`groups` in the order of the events' group index; several make a hybrid. `retention_interval`: in tokens, see
-    `Retention`."""
+    """`groups` in the order of the events' group index; several groups make a hybrid. `retention_interval`: in tokens;
+    see `Retention`."""
 
     groups: tuple[CacheGroup, ...] = (CacheGroup(AttentionKind.FULL),)
     retention_interval: int = 0
@@ -37,7 +37,7 @@ class CacheLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Chunk size of chunked attention; 0 without it. Events don't contain it."""
+        """The chunk size of chunked attention; 0 if there is none. Events don't contain it."""
         return max((one.tokens for one in self.groups if one.kind is AttentionKind.CHUNKED_LOCAL), default=0)
 
     def scaled(self, block_tokens: int) -> "CacheLayout":
@@ -49,8 +49,8 @@ class CacheLayout:
         return CacheLayout(groups, _whole_blocks("retention interval", self.retention_interval, block_tokens))
 
     def build(self, num_blocks: int, num_cpu_blocks: int, seed: int) -> EngineCache:
-        """An empty cache for a scaled layout. Raises InvalidValue for a hybrid with a CPU tier, which the simulator
-        lacks."""
+        """Build an empty cache for a scaled layout. Raises InvalidValue for a hybrid with a CPU tier, which the
+        simulator does not have."""
         hasher = SeededBlockHasher(seed)
         if not self.is_hybrid:
             return KVCache(

@@ -1,8 +1,8 @@
 """An engine in virtual time: the simulator's cache and scheduler rules, at the cost of a few events per request.
 
-It decides like `kvatlas_simulator.engine.scheduler`, step by step, but takes equal steps at once: while only decoding
-happens, and no sequence begins or fills a block, a step differs from the previous one only by the KV that it reads. A test
-compares it with the scheduler, request by request.
+It decides like `kvatlas_simulator.engine.scheduler`, step by step, but takes equal steps all in one go: while only
+decoding happens, and no sequence begins or fills a block, a step differs from the previous one only by the KV that it
+reads. A test compares it with the scheduler, request by request.
 
 At most one sequence is in the middle of its prompt: only the last running one can be partly prefilled, because none is
 admitted while the budget is used up.
@@ -29,7 +29,8 @@ from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class EngineRequest:
-    """A request in one engine. Times are virtual microseconds; `cached_tokens` None: not scheduled yet."""
+    """A request in one engine. Times are virtual microseconds; `cached_tokens` None: the request has not been scheduled
+    yet."""
 
     __slots__ = (
         "arrival",
@@ -52,8 +53,8 @@ class EngineRequest:
     )
 
     def __init__(self, request: LabRequest, received_tokens: int = 0, priority: int = 0) -> None:
-        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: requests with a lower
-        one begin first and are preempted last; ties by arrival."""
+        """`received_tokens`: prompt tokens, in whole blocks, whose KV came from another engine. `priority`: requests with a
+        lower one begin first and are preempted last; ties by arrival."""
         self.request = request
         self.received_tokens = received_tokens
         self.priority = priority
@@ -92,7 +93,7 @@ class Advance:
 class VirtualEngine:
     """One engine. `cache` has blocks of two tokens (`lab.cache_layout`); `block_tokens` is their real size, at least 2.
 
-    `ends_us`: when its current step ends (infinite: idle); call `advance` then.
+    `ends_us`: when its current step ends (infinite: it is idle); call `advance` at that time.
     """
 
     def __init__(self, cache: EngineCache, block_tokens: int, limits: SchedulerLimits, cost: StepCost) -> None:
@@ -134,8 +135,13 @@ class VirtualEngine:
         return self.cache.num_blocks * self.block_tokens
 
     @property
+    def request_slots(self) -> int:
+        """Number of requests that may run at once."""
+        return self._limits.max_num_seqs
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens in blocks that sequences hold."""
+        """Number of tokens in blocks that sequences hold."""
         return (self.cache.num_blocks - self.cache.available_blocks) * self.block_tokens
 
     @property
@@ -149,7 +155,7 @@ class VirtualEngine:
 
     @property
     def unprefilled(self) -> Sequence[EngineRequest]:
-        """The requests whose prompts are not computed, the next one first."""
+        """The requests whose prompts have not been computed, the next one first."""
         partial = [one for one in self.running[-1:] if one.prefilling]
         return [*partial, *self.waiting]
 
@@ -158,7 +164,7 @@ class VirtualEngine:
         return self._hit_tokens(self.cache.match(content, namespace))
 
     def uncached_tokens(self, sequence: EngineRequest) -> int:
-        """Tokens left to compute of a prompt of `unprefilled`."""
+        """Number of tokens left to compute for a prompt in `unprefilled`."""
         known = self._known_tokens(sequence)
         if sequence in self.running[-1:]:
             return known - sequence.computed
@@ -166,7 +172,7 @@ class VirtualEngine:
         return known - self.cached_tokens(content, sequence.request.identity.namespace)
 
     def blocks_once_computed(self, sequence: EngineRequest, blocks: int) -> int:
-        """Number of a waiting request's first blocks that another request can reuse once it is computed."""
+        """Number of a waiting request's first blocks that another request can reuse once they have been computed."""
         if not isinstance(self.cache, HybridCache):
             return blocks
         content = sequence.content[: written_tokens(self._known_tokens(sequence), self.block_tokens)]
@@ -219,7 +225,8 @@ class VirtualEngine:
         return Advance(ended_us, first_tokens, finished, events)
 
     def stop(self) -> list[EngineRequest]:
-        """End at once: everything that it holds is lost. Returns its open requests; take the cache's events next."""
+        """End immediately: everything that the engine holds is lost. Returns its open requests; take the cache's events
+        next."""
         lost = [*self.running, *self.waiting]
         for sequence in self.running:
             self.cache.free(sequence.sequence_id)
@@ -231,7 +238,7 @@ class VirtualEngine:
         return lost
 
     def _cut(self, now_us: float) -> None:
-        """Finish only the step that runs now, because a request arrived."""
+        """Finish only the step that is running now, because a request has arrived."""
         low, high = 1, self._steps
         while low < high:
             middle = (low + high) // 2
@@ -243,7 +250,7 @@ class VirtualEngine:
         self.ends_us = self._began_us + self._steps_us(low)
 
     def _steps_us(self, steps: int) -> float:
-        """Duration of this many steps: each reads one more token of every decoding sequence."""
+        """Duration of this many steps, each of which reads one more token of every decoding sequence."""
         count, cost = self._decoders, self._cost
         one = cost.step_us(
             prefill_tokens=self._prefill_tokens,
@@ -275,7 +282,7 @@ class VirtualEngine:
         self.ends_us = now_us + self._steps_us(self._steps)
 
     def _equal_steps(self) -> int:
-        """Steps until one in which a sequence changes its blocks, or after which a sequence finishes."""
+        """Number of steps until one in which a sequence changes its blocks, or after which a sequence finishes."""
         while self._changes[0][2].change_at != self._changes[0][0]:
             heappop(self._changes)
         while self._finishes[0][2].finish_at != self._finishes[0][0]:
@@ -283,7 +290,7 @@ class VirtualEngine:
         return max(1, min(self._changes[0][0] - 1, self._finishes[0][0]) - self._decode_step)
 
     def _continue_decoders(self) -> bool:
-        """Write the tokens that change blocks in the next decode step. True if there are any."""
+        """Write the tokens that change blocks in the next decode step. Returns True if there are any."""
         step, due = self._decode_step + 1, []
         while self._changes and self._changes[0][0] <= step:
             at, _, sequence = heappop(self._changes)
@@ -373,11 +380,11 @@ class VirtualEngine:
     # ---------------------------------------------------------------- decoding sequences
 
     def _known_tokens(self, sequence: EngineRequest) -> int:
-        """Tokens of its prompt and answer. Not for decoding sequences."""
+        """Number of known tokens in a sequence's prompt and answer. Not for decoding sequences."""
         return sequence.request.input_tokens + sequence.generated
 
     def _computed(self, sequence: EngineRequest) -> int:
-        """Computed tokens of a decoding sequence now."""
+        """Number of tokens of a decoding sequence that have been computed by now."""
         return sequence.computed + self._decode_step - sequence.joined_at
 
     def _join_decoders(self, sequence: EngineRequest) -> None:

@@ -42,8 +42,8 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
 
 
 class EventPath:
-    """The path of one worker. `at(when_us, action)` runs an action at a virtual time; `layout`: the scaled layout of its
-    cache; `delay_us`: from an engine's step to the index."""
+    """The path of one worker. `at(when_us, action)` runs an action at a virtual time; `layout`: the scaled layout of the
+    worker's cache; `delay_us`: the delay from an engine's step to the index."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class EventPath:
         changelog.publish(changelog.fold(), round(now_us), now_us / 1e6)
         if changelog.incarnation_due is None:
             self._send(now_us)
-        else:  # the engine's groups became known, or the outbox was full
+        else:  # the engine's groups have become known, or the outbox was full
             self._begin_incarnation(now_us)
 
     def _send(self, now_us: float, *, certain: bool = False) -> None:
@@ -111,7 +111,7 @@ class EventPath:
         self._doubted = False
         record = finish(self._index.record(self._worker_id))
         if record is None or record.want <= (record.incarnation, record.seq):
-            return  # a snapshot on its way has already repaired it
+            return  # a snapshot that was on its way has already repaired it
         if self._changelog.request_snapshot(record.want[0]):
             self._begin_incarnation(now_us)
 
@@ -123,8 +123,8 @@ class EventPath:
 
 
 def to_engine_event(event: KVEvent, groups: Sequence[CacheGroup], block_tokens: int = CACHE_BLOCK) -> EngineEvent:
-    """The event as an engine with these groups and this block size would send it. In blocks of more than two tokens the
-    content's id is repeated."""
+    """The event as an engine with these groups and this block size would send it. In blocks of more than two tokens,
+    the content's id is repeated."""
     if isinstance(event, BlocksStored):
         token_ids: Sequence[int] = event.token_ids
         if block_tokens != CACHE_BLOCK:

@@ -9,8 +9,8 @@ from kvatlas_simulator.lab.summary import Summary
 
 
 class FleetSize(NamedTuple):
-    """`summary`: the figures of the smallest fleet that meets the objective for enough requests; None if even `largest` does
-    not."""
+    """`summary`: the figures of the smallest fleet that meets the objective for enough requests; None if not even `largest`
+    does."""
 
     policy: str
     largest: Point
@@ -26,17 +26,17 @@ def find_fleet_sizes(
     study: Study, good_share: float, jobs: int, on_progress: Callable[[int], None] = lambda requests: None
 ) -> list[FleetSize]:
     """For each point and policy, the fewest workers with which `good_share` of the requests are good (mean over the seeds),
-    found by bisection below the point's own number.
+    found by bisection below the point's own number of workers.
 
     Assumes that more workers are better; otherwise, a smaller fleet than the one found may do just as well. Raises
-    InvalidValue like `compare`.
+    InvalidValue, as `compare` does.
     """
     tasks = [(point, policy, good_share) for point in study.points for policy in study.policies]
     return run_in_processes(study, jobs, _find, tasks, on_progress)
 
 
 def most_replays(study: Study) -> int:
-    """Upper bound on the replays that a search takes, over all points, policies and seeds."""
+    """Upper bound on the number of replays that a search takes, over all points, policies and seeds."""
     sizes = sum(1 + (point.workers - 1).bit_length() for point in study.points)
     return sizes * len(study.policies) * study.seeds
 

@@ -1,5 +1,5 @@
-"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, giants. The same seed gives the
-same requests.
+"""Generated workloads: chats, agents, retrieval, tenants with adapters, bursts, long thought, and giants. The same seed gives
+the same requests.
 
 All arrivals are fixed in advance: a turn follows the previous one as if that one had been answered at a usual speed. So every
 policy gets the same requests at the same times.
@@ -24,8 +24,8 @@ ANSWER_S_PER_TOKEN = 0.02
 
 class Arrivals(StrEnum):
     """The times at which sessions begin. `POISSON`: at a constant mean rate. `BURSTY`: a third of them within 5 s of each
-    minute. `DIURNAL`: at a rate that follows a sine over the whole time, like one day, from a fifth of the mean to nearly twice
-    it."""
+    minute. `DIURNAL`: at a rate that follows a sine over the whole time, as in one day, from a fifth of the mean to nearly
+    twice the mean."""
 
     POISSON = "poisson"
     BURSTY = "bursty"
@@ -99,7 +99,7 @@ class Generator:
         return next(self.parts), min(most, round(least * self.rng.paretovariate(1.1)))
 
     def popular(self, things: int, skew: float = 1.0) -> int:
-        """The number of one of these `things`; the first are the most popular (Zipf)."""
+        """The number of one of these `things`; the first ones are the most popular (Zipf)."""
         return self.rng.choices(range(things), [1 / (rank + 1) ** skew for rank in range(things)])[0]
 
     def _begin_s(self) -> float:
@@ -185,7 +185,7 @@ def _tails(made: Generator) -> None:
 
 
 def _bursts(made: Generator) -> None:
-    """Generate bursts: 20 to 60 questions within half a second on a prefix that no earlier request has."""
+    """Generate bursts: 20 to 60 questions within half a second, with a prefix that no earlier request has."""
     while len(made.requests) < made.wanted:
         _, begins_s = made.session()
         shared = Text((made.part(3_000, 10_000),))

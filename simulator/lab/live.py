@@ -1,7 +1,7 @@
 """A replay over real servers in scaled real time: NATS, Valkey, an indexer, a publisher for each engine, and routers that
 book in the store. The engines are virtual; their steps take `scale` times less real time than virtual time.
 
-It shows what a replay in virtual time leaves out: the duration of the paths of events and choices, and their order.
+It shows what a replay in virtual time leaves out: how long events and choices take on their way, and their order.
 """
 
 import tempfile
@@ -41,7 +41,7 @@ from router_client.results import Choice
 from router_client.settings import LearningSettings, RouterSettings
 
 SAMPLE_S = 0.1
-"""Interval at which engines' loads are read; heartbeats carry the newest one."""
+"""Interval at which engines' loads are read; heartbeats carry the latest one."""
 ROUTABLE_S = 30.0
 DEADLINE_MS = 5_000.0
 """Long, because we compare the choices themselves, not how a busy machine delays them."""
@@ -58,7 +58,7 @@ async def replay_live(
     on_progress: Callable[[int], None] = lambda arrived: None,
 ) -> Outcome:
     """`replay` for kvatlas: `scale` virtual seconds take one real second. Raises InvalidValue for a request that fits no
-    engine, KvatlasError for a server that does not start."""
+    engine, or KvatlasError for a server that does not start."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvatlas-lab-")))
         servers = await stack.enter_async_context(
@@ -206,7 +206,7 @@ class _LiveReplay:
         scope.cancel()
 
     async def _catch_up(self, number: int) -> None:
-        """End an engine's steps that are over by now."""
+        """End those of an engine's steps that are over by now."""
         while self._engines[number].ends_us <= self._now_us():
             await self._advance(number)
 

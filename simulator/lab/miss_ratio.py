@@ -21,17 +21,17 @@ from kvatlas_simulator.lab.replay import FleetSettings, draw_arrivals, replay
 from kvatlas_simulator.lab.requests import LabRequest, Workload
 
 MOST_SAMPLED_USES = 400_000
-"""Approximate number of block uses to follow: two seconds' work."""
+"""Approximate number of block uses to track, which takes about two seconds."""
 UNHURRIED = 0.01
-"""Multiple of the trace's rate at which requests of a replay don't overlap."""
+"""Multiple of the trace's rate at which the requests of a replay don't overlap."""
 SIZES = 10
-"""Default number of sizes of a curve: each is twice the previous one, and the last holds everything."""
+"""Default number of sizes in a curve. Each is twice the previous one, and the last one holds everything."""
 
 _HASHES = 1 << 64
 
 
 class CurvePoint(NamedTuple):
-    """`hit_rate`: share of all prompt tokens."""
+    """`hit_rate`: the share of all prompt tokens that are found cached."""
 
     cache_tokens: int
     hit_rate: float
@@ -39,7 +39,8 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """`sampled`: share of all blocks that was followed. `distinct_tokens`: in all blocks of the workload, approximately."""
+    """`sampled`: the share of all blocks that was tracked. `distinct_tokens`: the approximate number of tokens in all
+    distinct blocks of the workload."""
 
     points: Sequence[CurvePoint]
     sampled: float
@@ -49,7 +50,8 @@ class MissRatioCurve:
 def measure_curve(
     workload: Workload, cache_tokens: Sequence[int] = (), *, seed: int = 0, most_uses: int = MOST_SAMPLED_USES
 ) -> MissRatioCurve:
-    """The curve at these sizes, or at SIZES default ones. `seed`: for the order of arrivals and the choice of blocks."""
+    """The curve at these sizes, or at SIZES default ones. `seed`: used for the order of arrivals and the choice of
+    blocks."""
     size = workload.block_tokens
     uses = sum(len(request.contents) for request in workload.requests)
     share = min(1.0, most_uses / uses)
@@ -114,17 +116,17 @@ def _follow(workload: Workload, share: float, seed: int) -> tuple[list[float], i
 
 
 def _found_at_most(request: LabRequest, block_tokens: int) -> int:
-    """Blocks of a prompt that an engine can find: it always computes the last token."""
+    """The number of a prompt's blocks that an engine can find; it always computes the last token."""
     return (request.input_tokens - 1) // block_tokens
 
 
 def _sampled_blocks(request: LabRequest, below: int, seed: int) -> list[tuple[int, int]]:
-    """(position, id) of the request's blocks that are followed."""
+    """(position, id) of each of the request's blocks that is tracked."""
     return [(position, block) for position, block in enumerate(_block_ids(request, seed)) if block < below]
 
 
 def _block_ids(request: LabRequest, seed: int) -> Iterator[int]:
-    """An id for each block, from its content and all before it, in the request's identity."""
+    """An id for each block, derived from its content and all content before it, in the request's identity."""
     id = xxhash.xxh3_64_intdigest(repr(request.identity).encode(), seed)
     for content in request.contents:
         id = xxhash.xxh3_64_intdigest(struct.pack("<QQ", id, content), seed)

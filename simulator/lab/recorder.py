@@ -18,7 +18,7 @@ from kvatlas.validation import MAX_NUMBER, describe_invalid
 
 MAX_TOKENS = 1 << 24
 MAX_HASHES = 1 << 22
-"""Limit of base64 characters in one request."""
+"""Maximum number of base64 characters in one request."""
 FACTS = ("cached_tokens", "queued_tokens", "running_requests", "kv_tokens", "ttft_ms", "tpot_ms")
 
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -47,8 +47,8 @@ class _Told(BaseModel):
 class TraceRecorder:
     """Writes one file. Takes about 100 bytes of memory per distinct block.
 
-    `requests`: written. `dropped`: those that a router could not send in time. `unread`: left out because their router did
-    not know their tokens. `full`: `most_bytes` are written, and writing has stopped.
+    `requests`: those written. `dropped`: those that a router could not send in time. `unread`: those left out because
+    their router did not know their tokens. `full`: `most_bytes` have been written, and writing has stopped.
     """
 
     def __init__(self, path: Path, most_bytes: int, model: str | None = None) -> None:
@@ -67,7 +67,7 @@ class TraceRecorder:
         self._zipped = gzip.GzipFile(fileobj=self._file, mode="wb", filename="") if path.suffix == ".gz" else None
 
     def add(self, line: bytes) -> None:
-        """Add a line from a router. Raises InvalidValue for an invalid line, OSError if it can't be written."""
+        """Add a line from a router. Raises InvalidValue for an invalid line, or OSError if it can't be written."""
         if not line.strip() or self.full:
             return
         if line.startswith(b'{"dropped":'):

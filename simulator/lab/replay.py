@@ -17,13 +17,13 @@ from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.cache_layout import CacheLayout
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.event_path import EventPath
-from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet
+from kvatlas_simulator.lab.policies.catalogue import POLICIES, Fleet, PolicyKind
 from kvatlas_simulator.lab.policies.engine_names import worker_name
-from kvatlas_simulator.lab.policies.protocol import REFUSED
+from kvatlas_simulator.lab.policies.protocol import REFUSED, WAITS
 from kvatlas_simulator.lab.requests import LabRequest, Workload, written_tokens
 
 REPORT_US = 1e6
-"""Engines' loads are read each second, like heartbeats."""
+"""Engines' loads are read every second, like heartbeats."""
 SHIFT_US = 3e6
 START_US = 1e6
 """Earliest virtual time of the first arrival: a load sampled at 0 would count as never sampled."""
@@ -44,8 +44,8 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The fleet, and how its events travel. `cache_tokens`: size of each engine's GPU cache; `cpu_tokens`: of its host
-    tier; `layout`: of both. `dynamo_python`: the Python that policy dynamo runs."""
+    """The fleet, and how its events travel. `cache_tokens`: the size of each engine's GPU cache; `cpu_tokens`: that of
+    its host tier; `layout`: the layout of both. `dynamo_python`: the Python that the policy dynamo runs."""
 
     workers: int = 16
     cache_tokens: int = 500_000
@@ -64,8 +64,10 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request, as its client saw it."""
+    """One request, as its client saw it. `number`: its number; `arrived_us`: when it arrived."""
 
+    number: int
+    arrived_us: float
     input_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -73,11 +75,18 @@ class Served:
     tpot_us: float
     """0 for an answer of one token."""
 
+    @property
+    def ended_us(self) -> float:
+        """When its last token arrived, by the clock of `arrived_us`."""
+        return self.arrived_us + self.ttft_us + self.tpot_us * (self.output_tokens - 1)
+
     @classmethod
     def of(cls, sequence: EngineRequest, arrived_us: float) -> "Served":
-        """A finished request, by the clock of `arrived_us`."""
+        """A finished request, with times on the clock of `arrived_us`."""
         request, after_first = sequence.request, sequence.request.output_tokens - 1
         return cls(
+            request.number,
+            arrived_us,
             request.input_tokens,
             request.output_tokens,
             sequence.cached_tokens or 0,
@@ -94,7 +103,7 @@ class Outcome:
     served: Sequence[Served]
     refused: Sequence[int]
     span_us: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     prefilled_tokens: Sequence[int]
     busy_us: Sequence[float]
     preemptions: int
@@ -104,7 +113,7 @@ class Outcome:
 
 def replay(
     workload: Workload,
-    policy: str,
+    policy: str | PolicyKind,
     settings: FleetSettings,
     seed: int,
     *,
@@ -112,8 +121,9 @@ def replay(
     on_progress: Callable[[int], None] | None = None,
     on_events: Callable[[int, Sequence[KVEvent], float], None] | None = None,
 ) -> Outcome:
-    """Replay a workload. `speed`: requests arrive this many times as fast. `on_progress` gets the number of arrivals now
-    and then; `on_events` gets an engine's number, its events, and when they happened (us).
+    """Replay a workload. `policy`: a name in `POLICIES`, or another policy. `speed`: requests arrive this many times as fast.
+    `on_progress` gets the number of arrivals now and then; `on_events` gets an engine's number, its events, and when they
+    happened (us).
 
     Raises InvalidValue for a request that fits no engine.
     """
@@ -121,13 +131,15 @@ def replay(
 
 
 def draw_arrivals(workload: Workload, seed: int, speed: float) -> list[tuple[float, LabRequest]]:
-    """When each request arrives, in order. Each session is late by up to SHIFT_US, or by the trace's clock resolution if
-    that is larger. So seeds differ in which requests coincide, as days do, while a session's own requests keep their
-    spacing."""
+    """When each request that waits for no other one arrives, in order. Each session is late by up to SHIFT_US, or by the
+    trace's clock resolution if that is larger. So seeds differ in which requests coincide, as days do, while a session's own
+    requests keep their spacing."""
     rng = random.Random(f"arrivals {seed}")
     most_us, shifts = max(SHIFT_US, workload.quantum_us), dict[int, float]()
     drawn = []
     for request in workload.requests:
+        if request.after is not None:
+            continue
         shift_us = shifts.setdefault(request.session, rng.random() * most_us)
         drawn.append((START_US + (request.arrival_us + shift_us) / speed, request))
     return sorted(drawn, key=lambda one: (one[0], one[1].number))
@@ -158,18 +170,24 @@ class _Replay:
     def __init__(
         self,
         workload: Workload,
-        policy: str,
+        policy: str | PolicyKind,
         settings: FleetSettings,
         seed: int,
         speed: float,
         on_events: Callable[[int, Sequence[KVEvent], float], None] | None,
     ) -> None:
         self._on_events = on_events
-        self._kind = kind = POLICIES[policy]
+        self._kind = kind = POLICIES[policy] if isinstance(policy, str) else policy
         self._settings = settings
         size = workload.block_tokens
         per_block = _cost_per_block(settings.cost, size)
         self._arrivals = draw_arrivals(workload, seed, speed)
+        self._speed = speed
+        self._next: dict[int, list[LabRequest]] = {}
+        for request in workload.requests:
+            if request.after is not None:
+                self._next.setdefault(request.after, []).append(request)
+        self._turns_us = math.inf
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._engines = build_engines(settings, size, equal_seeds=kind.own_index and kind.equal_seeds)
@@ -266,10 +284,12 @@ class _Replay:
 
     def _send(self, request: LabRequest, now_us: float) -> None:
         number = self._policy.choose(request, now_us)
+        self._plan_turns()
+        if number == WAITS:
+            return
         if number == REFUSED:
-            self._refused.append(request.number)
             self._arrived.pop(request.number)
-            self._left -= 1
+            self._refuse(request)
             return
         engine = self._engines[number]
         fetch = self._policy.fetch_of(request)
@@ -287,6 +307,27 @@ class _Replay:
         sequence.received_tokens = there
         self._at(ended_us, lambda: self._submit(sequence, number, ended_us))
 
+    def _refuse(self, request: LabRequest) -> None:
+        """Count a refused request, and those that would have come after it."""
+        self._refused.append(request.number)
+        self._left -= 1
+        for later in self._next.pop(request.number, ()):
+            self._refuse(later)
+
+    def _plan_turns(self) -> None:
+        """Let the policy try waiting requests when it wants to."""
+        if (next_us := self._policy.next_turns_us) != self._turns_us:
+            self._turns_us = next_us
+            if next_us < math.inf:
+                self._at(next_us, partial(self._take_turns, next_us))
+
+    def _take_turns(self, now_us: float) -> None:
+        if now_us != self._turns_us:
+            return  # an earlier time was planned since
+        for request in self._policy.take_turns(now_us):
+            self._send(request, now_us)
+        self._plan_turns()
+
     def _submit(self, sequence: EngineRequest, number: int, now_us: float) -> None:
         engine = self._engines[number]
         ends_us = engine.ends_us
@@ -297,7 +338,7 @@ class _Replay:
     def _advance(self, number: int, ends_us: float) -> None:
         engine = self._engines[number]
         if engine.ends_us != ends_us:
-            return  # a request arrived meanwhile and cut the step short
+            return  # a request has arrived in the meantime and cut the step short
         done = engine.advance()
         self._publish(number, done.events, done.ended_us)
         for sequence in done.first_tokens:
@@ -324,7 +365,7 @@ class _Replay:
             self._at(now_us + self._settings.event_delay_us, lambda: self._policy.record_events(number, events))
 
     def _wake(self, number: int) -> None:
-        """Advance the engine when its step ends."""
+        """Advance the engine once its step ends."""
         ends_us = self._engines[number].ends_us
         self._at(ends_us, lambda: self._advance(number, ends_us))
 
@@ -333,6 +374,10 @@ class _Replay:
         self._served[number] = Served.of(sequence, self._arrived.pop(number))
         self._left -= 1
         self._ended_us = sequence.finished_us
+        self._plan_turns()
+        for request in self._next.pop(number, ()):
+            when_us = sequence.finished_us + request.arrival_us / self._speed
+            self._at(when_us, partial(self._arrive, request, when_us))
 
     def _report(self, now_us: float) -> None:
         self._policy.record_loads(self._engines, now_us)

@@ -46,7 +46,7 @@ _AXES = {
 
 
 def rows_of(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """One row per policy, from the cells of one point; with several seeds each mean has its 95 % margin."""
+    """One row per policy, from the cells of one point; with several seeds, each mean has its 95 % margin."""
     return [_row(cell.summary) for cell in cells]
 
 
@@ -145,7 +145,7 @@ def sizes_to_jsonable(study: Study, good_share: float, sizes: Sequence[FleetSize
 
 
 def save_sizes_picture(sizes: Sequence[FleetSize], path: Path) -> None:
-    """Plot bars of worker-hours by policy, for one point. Raises InvalidValue like `save_picture`."""
+    """Plot bars of worker-hours by policy, for one point. Raises InvalidValue, as `save_picture` does."""
     with _figure(1, (8, 4.8), path) as (panel,):
         found = [(one.policy, one.summary) for one in sizes if one.summary is not None]
         panel.barh([policy for policy, _ in found], [summary.mean.worker_hours for _, summary in found])

@@ -1,4 +1,4 @@
-"""A request as the lab replays it: sizes, an arrival, and an id for each block's content."""
+"""A request as replayed in the lab: its sizes, its arrival, and an id for each block's content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,9 @@ DEFAULT_IDENTITY = Identity()
 @dataclass(frozen=True, slots=True)
 class LabRequest:
     """`contents`: the ids of all blocks of prompt and answer, including a partial last one; equal ids after equal ids are equal
-    tokens. `session`: the same for all requests of a conversation."""
+    tokens. `session`: the same for all requests of a conversation. `weight`: the tenant's share of a queue. `after`: the number
+    of the request that its client waits for first; it then arrives `arrival_us` after the end of that one. `router`: the router
+    that its client uses, if there are several; None: each in turn."""
 
     number: int
     arrival_us: float
@@ -50,6 +52,9 @@ class LabRequest:
     contents: tuple[int, ...]
     session: int
     identity: Identity = DEFAULT_IDENTITY
+    weight: float = 1.0
+    after: int | None = None
+    router: int | None = None
 
     def prompt_contents(self, block_tokens: int) -> tuple[int, ...]:
         """The ids of the prompt's full blocks."""
@@ -81,7 +86,7 @@ def _chain(contents: tuple[int, ...]) -> bytes:
 
 
 def written(contents: Sequence[int]) -> list[int]:
-    """The cache's tokens of full blocks with these contents."""
+    """The cache's tokens for full blocks with these contents."""
     return [token for content in contents for token in (content, FULL)]
 
 

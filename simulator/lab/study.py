@@ -66,7 +66,7 @@ class Study:
 
     @property
     def runs(self) -> list[tuple[Point, str, int]]:
-        """Lists each replay once: event delay and loss don't affect policies that use no events."""
+        """List each replay once: event delay and loss don't affect policies that use no events."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return list(
             dict.fromkeys(
@@ -85,7 +85,7 @@ class Cell(NamedTuple):
 def compare(study: Study, jobs: int, on_progress: Callable[[int], None] = lambda requests: None) -> list[Cell]:
     """A cell for each point and policy, in their order. `on_progress` gets the number of requests replayed so far.
 
-    Raises InvalidValue for a request that fits no engine, and for Dynamo if it is not installed.
+    Raises InvalidValue for a request that fits no engine, or for Dynamo if that is not installed.
     """
     runs = study.runs
     found = dict(zip(runs, run_in_processes(study, jobs, _run, runs, on_progress), strict=True))
@@ -105,7 +105,7 @@ def run_in_processes(
     on_progress: Callable[[int], None],
 ) -> list[Result]:
     """The results of a module's function, in the order of the tasks. It may call `replay_once`; `on_progress` gets the
-    number of requests replayed so far. Raises what the function does, and InvalidValue for Dynamo if it is not
+    number of requests replayed so far. Raises whatever the function raises, or InvalidValue for Dynamo if that is not
     installed."""
     if any(name in DYNAMO_POLICIES for name in study.policies):
         check_installed(study.dynamo_python)
@@ -128,9 +128,9 @@ def run_in_processes(
 async def compare_live(
     study: Study, scale: float, on_progress: Callable[[int], None] = lambda requests: None
 ) -> list[Cell]:
-    """`compare` over real servers, one replay after the other; `scale` virtual seconds take one real second.
+    """Like `compare`, but over real servers, one replay after another; `scale` virtual seconds take one real second.
 
-    Raises InvalidValue for a policy that is not kvatlas', KvatlasError for a server that does not start.
+    Raises InvalidValue for a policy that is not one of kvatlas', or KvatlasError for a server that does not start.
     """
     from kvatlas_simulator.lab.live import replay_live  # a replay in virtual time needs neither servers nor clients
 
@@ -169,7 +169,8 @@ async def compare_live(
 
 
 def with_effective_events(point: Point, policy: str) -> Point:
-    """The point, with default events if the policy uses none: their delay and loss then don't matter."""
+    """The point, with default settings for events if the policy uses none, since their delay and loss then don't
+    matter."""
     return point if POLICIES[policy].uses_events else _with_usual_events(point)
 
 

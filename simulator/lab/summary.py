@@ -14,7 +14,7 @@ _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The limits of a good request: time to the first token, and mean time for each later one."""
+    """The limits of a good request: the time to the first token, and the mean time for each later one."""
 
     ttft_ms: float = 2_000.0
     tpot_ms: float = 100.0
@@ -23,9 +23,9 @@ class Objective:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of one replay. `hit_rate`: share of the prompt tokens found cached. `goodput_per_s`: requests per second that
-    meet the objective; `good`: their share of all that arrived. `answer_mean_ms`: from a request to its last token.
-    `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt tokens computed by the
-    fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
+    meet the objective; `good`: their share of all requests that arrived. `answer_mean_ms`: mean time from a request to its
+    last token. `worker_hours`: workers times hours from the first arrival to the last answer. `imbalance`: prompt tokens
+    computed by the fullest engine, as a multiple of the mean. `busy`: share of the time that engines computed."""
 
     hit_rate: float
     ttft_mean_ms: float
@@ -50,7 +50,8 @@ class Figures:
 
     @classmethod
     def of(cls, outcome: Outcome, objective: Objective, *, skipped: int = 0) -> "Figures":
-        """`skipped`: first requests whose figures don't count, because they find empty caches."""
+        """The figures of an outcome. `skipped`: the number of first requests whose figures don't count, because they
+        find empty caches."""
         served = outcome.served[skipped - sum(number < skipped for number in outcome.refused) :]
         arrived = len(outcome.served) + len(outcome.refused) - skipped
         ttfts = sorted(one.ttft_us / 1e3 for one in served)
@@ -102,7 +103,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values don't exceed."""
+    """The smallest value that is not exceeded by at least this share of the values."""
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 

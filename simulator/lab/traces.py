@@ -65,7 +65,8 @@ _LOG = TypeAdapter(_LogLine)
 
 
 def read_trace(path: Path) -> Workload:
-    """The requests of a trace, by arrival. Raises InvalidValue, naming file, line and field, for anything else."""
+    """The requests of a trace, by arrival. Raises InvalidValue, whose message names the file, line and field, for
+    anything else."""
     numbered = [(number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
     if not numbered:
         raise InvalidValue(f"{path}: no requests; expected JSON lines")
@@ -85,7 +86,7 @@ def read_trace(path: Path) -> Workload:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file. Raises InvalidValue for a damaged gzip file, OSError for one that can't be read."""
+    """The lines of a file. Raises InvalidValue for a damaged gzip file, or OSError for one that can't be read."""
     with path.open("rb") as probe:
         zipped = probe.read(2) == b"\x1f\x8b"
     with gzip.open(path) if zipped else path.open("rb") as file:
@@ -100,7 +101,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 class _TraceBuilder:
     def __init__(self, block_tokens: int | None) -> None:
-        """`block_tokens` None: the lines contain it."""
+        """`block_tokens` None: the lines give it."""
         self._told_block_tokens = block_tokens
         self._requests: list[LabRequest] = []
         self._own = count(CONTENT_IDS)

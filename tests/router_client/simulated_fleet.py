@@ -31,8 +31,8 @@ class _Asked:
 @dataclass(slots=True)
 class SimulatedFleet:
     """`costs`: each worker's true speed. `noise`: relative noise of measurements; `broken`: the share of measurements that are
-    nonsense. `answers`: the range of their lengths in tokens; `tokens_a_part`: tokens that speculative decoding makes in a step;
-    `usage_late_us`: time from the last token to the usage. Engines are sampled every second, as by sidecars."""
+    nonsense. `answers`: the range of their lengths in tokens; `tokens_a_part`: tokens that speculative decoding makes in a
+    step; `usage_late_us`: time from the last token to the usage. Engines are sampled every second, as by sidecars."""
 
     costs: Mapping[str, StepCost]
     noise: float = 0.05

@@ -1,4 +1,4 @@
--- The store's own clock: the clocks of replicas differ.
+-- The store's own clock is used, because the clocks of replicas differ.
 
 local function now_ms()
   local time = redis.call('TIME')

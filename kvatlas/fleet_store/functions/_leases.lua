@@ -5,7 +5,7 @@
 local LEASE = '%d %s'
 local LEASE_PATTERN = '^(%d+) (.*)$'
 
--- Returns a lease's member and the ms at which it ends; nil if there is no lease, or it has expired.
+-- Returns the member that holds a lease, and the ms at which the lease ends; nil if there is no lease or it has expired.
 local function holder_of(lease, now)
   if not lease then
     return nil
@@ -17,7 +17,7 @@ local function holder_of(lease, now)
   return member, tonumber(expiry)
 end
 
--- Returns true if this is the member's lease, expired or not.
+-- Returns true if this is the member's own lease, expired or not.
 local function is_lease_of(lease, member)
   local _, holder = string.match(lease, LEASE_PATTERN)
   return holder == member

@@ -1,5 +1,5 @@
--- Registers functions. They also run on a full store: without leases, nothing would be swept there, and it would stay
--- full.
+-- Registers functions. They must also run on a store that is full: without leases, nothing would be swept there, and it would
+-- stay full.
 
 local function register(name, callback)
   redis.register_function({

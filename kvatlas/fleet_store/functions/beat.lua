@@ -1,5 +1,5 @@
--- beat: makes a member (an indexer process) expire `ttl ms` from now. Removes expired members. A member that would expire later
--- than this one dates from before the store's clock went back, and is shortened to the same time.
+-- beat: makes a member (an indexer process) expire `ttl ms` from now. Removes expired members. If another member would expire
+-- later than this one, its expiry was set before the store's clock went back, and is shortened to the same time.
 --
 -- KEYS 1 members   HASH  member id -> expiry ms
 -- ARGV 1 member id

@@ -1,5 +1,5 @@
--- draw: takes from clients' allowances, which refill continuously, and puts back what was taken and not used. An allowance that
--- the store does not have is full.
+-- draw: takes from clients' allowances, which refill continuously, and puts back what was taken but not used. An allowance that
+-- is not in the store is full.
 --
 -- KEYS allowances, at most 256   HASH  left -> amount, below 0 if more was used than taken; at -> ms of the store's clock
 -- ARGV for each:
@@ -9,7 +9,7 @@
 -- returns for each: taken, left
 local MOST_ALLOWANCES, MOST_DEBT, MINUTE_MS = 256, 10, 60000
 
--- Returns what is left of an allowance now.
+-- Returns how much is left of an allowance now.
 local function left_of(key, size, now)
   local found = redis.call('HMGET', key, 'left', 'at')
   local left, at = tonumber(found[1]), tonumber(found[2])

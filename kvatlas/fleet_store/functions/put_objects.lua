@@ -1,6 +1,6 @@
 -- put_objects: records the worker of each object of a tenant. Once the tenant has more newer objects than its share of `most`,
--- they become the older ones, so at most twice as many are kept. Each tenant that made an object within the time has an equal
--- share.
+-- they become the older ones, so at most twice as many are kept. The tenants that made an object within the time limit have
+-- equal shares.
 --
 -- KEYS 1 newer objects   HASH  object id -> worker id
 --      2 older objects   HASH  object id -> worker id
@@ -10,9 +10,9 @@
 --      3 tenant
 --      4... object id, worker id...
 -- returns an empty list
-local MOST_PUT = 512 -- objects of one call
+local MOST_PUT = 512 -- objects in one call
 local LEAST_PART = 500 -- objects
-local MOST_FORGOTTEN = 64 -- tenants of one call
+local MOST_FORGOTTEN = 64 -- tenants in one call
 
 register('kvatlas_fleet_put_objects', function(keys, args)
   local newer, older, tenants = keys[1], keys[2], keys[3]

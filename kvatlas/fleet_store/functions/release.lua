@@ -1,4 +1,4 @@
--- release: gives up those of these leases that are the member's own.
+-- release: gives up those of the given leases that are the member's own.
 --
 -- KEYS 1 leases
 -- ARGV 1 member id

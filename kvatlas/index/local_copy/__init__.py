@@ -1,1 +1,1 @@
-"""A copy of the shared index in a router's own process, filled from the store and updated by the event stream."""
+"""A copy of the shared index in a router's own process, filled from the store and kept up to date by the event stream."""

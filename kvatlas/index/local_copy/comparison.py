@@ -1,8 +1,9 @@
-"""Compares the workers of a local copy with the store's, to catch changes without a message and messages that the copy missed.
+"""Compares the workers in a local copy with those in the store, to catch changes without a message and messages that the copy
+missed.
 
-The store may close a worker without a message (the worker is gone, or the store is out of memory); the copy then follows. A
-copy that missed a message, or applied one differently, differs from the store for longer than the stream needs to catch up; it
-is then rebuilt. A copy may be ahead, if the indexer has not yet applied what it read.
+The store may close a worker without a message (because the worker is gone, or the store is out of memory); the copy then does
+the same. A copy that missed a message, or applied one differently, differs from the store for longer than the stream needs to
+catch up; it is then rebuilt. A copy may be ahead of the store if the indexer has not yet applied what it has read.
 """
 
 from collections.abc import Mapping
@@ -12,18 +13,18 @@ from kvatlas.index.memory.shard import MemoryShard, Record
 from kvatlas.index.redis.records import StoredRecord, unpack_incarnation
 
 ABSENT_S = 10.0
-"""A worker that the store has not known for this long is dropped here too."""
+"""A worker that the store has not known for this long is dropped from the copy too."""
 
 Moment = tuple[int, int]
 """(incarnation, seq)."""
 
 
 class Difference(Enum):
-    """How a worker in the copy differs from the store's."""
+    """How a worker in the copy differs from the same worker in the store."""
 
     NONE = auto()
     BEHIND = auto()
-    """The store has applied messages that have not arrived here."""
+    """The store has applied messages that have not arrived here yet."""
     CLOSED_THERE = auto()
     """The store no longer holds anything of this incarnation."""
     ABSENT_THERE = auto()
@@ -32,7 +33,7 @@ class Difference(Enum):
 
 
 def moment_of(record: Record | None) -> Moment:
-    """The moment of a record; without one, a moment below all others."""
+    """The moment of a record; if there is no record, a moment below all others."""
     return (record.incarnation, record.seq) if record is not None else (0, -1)
 
 
@@ -53,7 +54,7 @@ def compare(mine: Record | None, stored: StoredRecord | None) -> Difference:
         return Difference.BEHIND
     if here[0] > there[0]:
         return Difference.NONE
-    if stored.closed and not mine.closed:  # the store applies nothing more of this incarnation
+    if stored.closed and not mine.closed:  # the store will apply nothing more of this incarnation
         return Difference.WRONG if holds_there else Difference.CLOSED_THERE
     if here > there:
         return Difference.NONE
@@ -71,14 +72,14 @@ class ShardComparison:
     def __init__(self, shard: MemoryShard) -> None:
         self.shard = shard
         self._expected: dict[str, tuple[Moment, float]] = {}
-        """Workers that were behind: what the store had applied, and when we read it."""
+        """Workers that were behind: what the store had applied, and when we read that."""
         self._absent_since_s: dict[str, float] = {}
 
     def follow(self, stored: Mapping[str, StoredRecord], read_s: float, current_s: float) -> str | None:
-        """Close and drop, in the copy, the workers that the store has closed and dropped. Returns why the copy is wrong, or
-        None.
+        """Close and drop in the copy the workers that the store has closed and dropped. Returns why the copy is wrong, or None.
 
-        `read_s`: when the records had been read; `current_s`: everything in the stream at this time is applied here.
+        `read_s`: when the records had been read; `current_s`: everything that was in the stream at this time has been applied
+        here.
         """
         workers, unsettled = self.shard.workers, {}
         for worker_id, (moment, since_s) in self._expected.items():

@@ -1,7 +1,8 @@
 """The file that keeps a router's copy of the index: opening, resuming, writing and dropping it.
 
-A copy never depends on its file: a file that is not a copy is renamed, one that can't be opened is left alone, and one older
-than the stream is emptied. Each case is logged in one line, and the copy is made from the store, as if there were no file.
+A copy never depends on its file: a file that is not a copy is renamed, a file that can't be opened is left alone, and a file
+that is older than the stream is emptied. In each case, one line is logged, and the copy is made from the store, as if there
+were no file.
 """
 
 import logging
@@ -32,7 +33,7 @@ _rare_log = RateLimitedLog(log)
 
 
 class CopyFile:
-    """One replica's file. Without one (`path=None`), copies are MemoryIndexes that are not kept."""
+    """The file of one replica. Without a file (`path=None`), copies are MemoryIndexes, which are not kept."""
 
     def __init__(self, path: Path | None, counters: ReplicaCounters) -> None:
         self._path = path
@@ -40,7 +41,7 @@ class CopyFile:
 
     @asynccontextmanager
     async def open(self, layout: Layout) -> AsyncIterator[MemoryIndex]:
-        """Open the copy in the file if it fits a store of this layout, otherwise an empty one."""
+        """Open the copy in the file if it matches a store of this layout, otherwise an empty copy."""
         opened = None
         if self._path is not None:
             try:
@@ -57,8 +58,8 @@ class CopyFile:
             await finish_in_thread(file.close)
 
     async def resume(self, copy: MemoryIndex, client: Client) -> Position | None:
-        """The position after which a copy from the file needs the stream's messages. If the stream no longer has what the copy
-        missed, the copy is emptied, and None returned. Raises KvatlasError, and nats errors."""
+        """The position after which a copy from the file needs the stream's messages. If the stream no longer holds what the
+        copy has missed, the copy is emptied, and None is returned. Raises KvatlasError or a nats error."""
         if not isinstance(copy, KeptCopy):
             return None
         position, stream = copy.kept_position, await stream_info(client)
@@ -79,7 +80,7 @@ class CopyFile:
 
     @staticmethod
     def is_resumed(copy: MemoryIndex) -> bool:
-        """True if the copy continues from the file."""
+        """True if the copy continues from the content of the file."""
         return isinstance(copy, KeptCopy) and copy.resumed
 
     async def save(self, copy: MemoryIndex, feed: StreamFeed) -> None:
@@ -96,7 +97,7 @@ class CopyFile:
 
     @staticmethod
     async def forget(copy: MemoryIndex) -> None:
-        """Forget the copy: it was wrong and must not be resumed."""
+        """Forget the copy, because it was wrong and must not be resumed."""
         if not isinstance(copy, KeptCopy):
             return
         try:
@@ -106,7 +107,7 @@ class CopyFile:
 
 
 def _open(path: Path, layout: Layout) -> tuple[IndexFile, KeptCopy]:
-    """Open the file. Raises UnsuitableStore if it can't be opened, or is open in another process."""
+    """Open the file. Raises UnsuitableStore if it can't be opened, or if another process has it open."""
     try:
         return _read(path, layout)
     except (DamagedFile, LayoutMismatch) as error:

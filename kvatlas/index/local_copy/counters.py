@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ReplicaCounters:
-    """Plain integers since the copy was opened.
+    """Plain integers, counted since the copy was opened.
 
-    `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store
-    answered, because the copy was loading, was older than allowed, or would be too large. `loads`: copies made; `resumed`:
-    copies that continued from the file; `losses`: copies given up. `saves`: of the copy to the file; `save_failures`: those
-    that failed. `verified`: workers whose digests were compared with the store's, `mismatches`: those that differed.
-    `messages_read`: from the stream; `refused`: messages that must not be applied (the indexer keeps them as dead letters).
+    `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store answered,
+    because the copy was still loading, was older than allowed, or would be too large. `loads`: how many copies were made;
+    `resumed`: how many of them continued from the file; `losses`: how many were abandoned. `saves`: how often the copy was
+    saved to the file; `save_failures`: how often that failed. `verified`: workers whose digests were compared with the store's;
+    `mismatches`: those that differed. `messages_read`: messages read from the stream; `refused`: messages that must not be
+    applied (the indexer keeps them as dead letters).
     """
 
     answered: int = 0

@@ -1,4 +1,4 @@
-"""Compares the digests of the copy's workers with the store's, at the same message."""
+"""Compares the digests of the workers in the copy and in the store, as of the same message."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ WORKERS_A_CALL = 32
 async def differing_workers(
     functions: IndexFunctions, keys: ShardKeys, shard: MemoryShard, worker_ids: Sequence[str]
 ) -> tuple[list[str], int]:
-    """The workers whose blocks or marks differ, and how many could be compared. A worker whose messages arrive faster than
-    the store answers is left out. Raises Unreachable."""
+    """The workers whose blocks or marks differ, and the number of workers that could be compared. A worker whose messages
+    arrive faster than the store answers is left out. Raises Unreachable."""
     wrong: list[str] = []
     compared = 0
     for first in range(0, len(worker_ids), WORKERS_A_CALL):
@@ -32,7 +32,7 @@ async def differing_workers(
 
 
 def _is_same(shard: MemoryShard, worker_id: str, state: HolderState | None) -> bool | None:
-    """True if both have the same blocks and marks; None: they can't be compared now."""
+    """True if both have the same blocks and marks; None if they can't be compared now."""
     record = shard.workers.get(worker_id)
     if state is None or state.steps or record is None or record.active < 0:
         return None

@@ -1,8 +1,8 @@
-"""A router's index that answers overlaps from its own memory, and from the store while its copy can't be trusted.
+"""A router's index that answers overlaps from its own memory, or from the store while its copy can't be trusted.
 
-The copy is read from the store and then updated by the event stream. It answers while everything that was in the stream a
-moment ago is applied to it. It is also compared with the store now and then: the records of all workers each time, the
-digests of a few. If it is in doubt, it is dropped, the store answers, and another copy is made.
+The copy is read from the store and then kept up to date by the event stream. It answers as long as everything that was in the
+stream a moment ago has been applied to it. It is also compared with the store now and then: the records of all workers each
+time, and the digests of a few. If it is in doubt, it is dropped, the store answers, and a new copy is made.
 """
 
 import asyncio
@@ -44,22 +44,23 @@ from kvatlas.store.connection import Store
 from kvatlas.telemetry import export_metrics
 
 BLOCK_BYTES = 160
-"""Memory of a block or a mark, with its place in a dictionary (measured by `python -m benchmarks.index.replica`)."""
+"""Memory that a block or a mark takes, including its place in a dictionary (measured by `python -m
+benchmarks.index.replica`)."""
 ROW_BYTES = 80
-"""Memory of its row number, in a copy that is kept in a file."""
+"""Memory that its row number takes in a copy that is kept in a file."""
 ENTRY_BYTES = 4
 PROBES_A_BOUND = 5
-"""Number of times within `max_stale_ms` to ask for the stream's end."""
+"""How many times within `max_stale_ms` to ask for the end of the stream."""
 CHECK_S = 2.0
 SWEEP_BLOCKS = 2_000
 SWEEP_PAUSE_S = 0.02
 VERIFY_FIRST, VERIFY_WORKERS = 1_000, 8
-"""The number of workers per shard whose digests are compared: for a new copy, and in each later check."""
+"""The number of workers per shard whose digests are compared: first for a new copy, then in each later check."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 TOO_LARGE_PAUSE_S = 30.0
 CALM_S = 60.0
-"""A copy that lasted this long resets the pauses between copies."""
+"""A copy that has lasted this long resets the pauses between copies."""
 
 log = logging.getLogger("kvatlas.replica")
 
@@ -74,11 +75,11 @@ class ReplicaState(StrEnum):
 
 
 class TooLarge(KvatlasError):
-    """The copy takes, or would take, more memory than allowed."""
+    """The copy takes up, or would take up, more memory than is allowed."""
 
 
 class IndexReplica:
-    """One router's copy. It is an OverlapIndex and a BlockIndex; blocks are looked up in the store."""
+    """One router's copy. It is both an OverlapIndex and a BlockIndex; blocks are looked up in the store."""
 
     def __init__(self, store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> None:
         """`index`: the store's index, which answers while the copy does not."""
@@ -101,8 +102,8 @@ class IndexReplica:
     async def overlap(
         self, scope: Scope, hashes: bytes, *, first_index: int = 0, limit: int | None = None, verify: bool = False
     ) -> Overlap:
-        """See `ResidencyIndex`; `Overlap.source` says what answered. Raises Unreachable if the store had to answer and did
-        not."""
+        """See `ResidencyIndex`; `Overlap.source` says what gave the answer. Raises Unreachable if the store had to answer but
+        did not."""
         state = self.state
         if state is ReplicaState.CURRENT and self._copy is not None and not verify:
             self.counters.answered += 1
@@ -132,7 +133,7 @@ class IndexReplica:
 
     @property
     def staleness_s(self) -> float:
-        """Upper bound of the copy's lag behind the stream; 0 if there is no copy."""
+        """Upper bound for how far the copy lags behind the stream; 0 if there is no copy."""
         return monotonic() - self._feed.current_s if self._copy is not None and self._feed is not None else 0.0
 
     @property
@@ -142,16 +143,16 @@ class IndexReplica:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the copy; each counts once, however many workers hold it."""
+        """The number of blocks in the copy; each counts once, however many workers hold it."""
         return _count_keys(self._copy) if self._copy is not None else 0
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated memory of the copy."""
+        """The estimated memory that the copy takes."""
         return _estimate_bytes(self._copy, self._block_bytes) if self._copy is not None else 0
 
     def status(self) -> dict[str, Any]:
-        """The human-readable state, as plain data."""
+        """The state in human-readable form, as plain data."""
         state = self.state
         return {
             "state": state.value,
@@ -165,7 +166,7 @@ class IndexReplica:
     # ------------------------------------------------------------ the copy
 
     def start(self) -> None:
-        """Make the copy and keep it up to date, in the background."""
+        """Make the copy, and keep it up to date in the background."""
         self._task.start()
 
     async def stop(self) -> None:
@@ -198,7 +199,7 @@ class IndexReplica:
             await client.close()
 
     async def _connect(self) -> Client:
-        """Connect, however long that takes: wrong credentials may be fixed while the router runs."""
+        """Connect, however long that takes: wrong credentials may be corrected while the router runs."""
         while True:
             try:
                 return await connect_nats(self._settings.nats, name="kvatlas-replica", on_wait=self._note_wait)
@@ -211,7 +212,7 @@ class IndexReplica:
         log.warning("replica: %s; the store answers overlaps", line)
 
     async def _keep_copy(self, client: Client) -> str:
-        """Make a copy and keep it until it is in doubt; return the reason."""
+        """Make a copy, and keep it until it is in doubt. Returns the reason."""
         layout = await self._read_layout()
         async with self._file.open(layout) as copy:
             try:
@@ -255,7 +256,7 @@ class IndexReplica:
         probe_s = self._settings.max_stale_ms / 1e3 / PROBES_A_BOUND
         await self._wait_until_current(feed, feeding, probe_s)
         for worker in (one for k in range(copy.shards) for one in copy.shard_at(k).workers.values()):
-            worker.bad = False  # by a checkpoint that was applied to a copy of later blocks
+            worker.bad = False  # it was set by a checkpoint that was applied to a copy of later blocks
         comparisons = [ShardComparison(copy.shard_at(k)) for k in range(copy.shards)]
         if (why := await self._differs(layout, readers, comparisons, VERIFY_FIRST)) is None:
             await self._wait_until_current(feed, feeding, probe_s)  # the lagging messages must have arrived by then
@@ -272,7 +273,7 @@ class IndexReplica:
             self._check_size(copy)
             why = await self._differs(layout, readers, comparisons, VERIFY_WORKERS)
         if why is None and feeding.done():
-            await feeding  # raises what ended it
+            await feeding  # raises the error that ended it
         return why or "the stream's reader ended"
 
     def _check_size(self, copy: MemoryIndex, coming: int = 0) -> None:
@@ -280,7 +281,7 @@ class IndexReplica:
             raise TooLarge(f"a copy takes {size >> 20} MiB or more; expected at most {self._settings.max_bytes >> 20}")
 
     async def _wait_until_current(self, feed: StreamFeed, feeding: "asyncio.Task[None]", pause_s: float) -> None:
-        """Wait until everything that is in the stream now is applied, or the reading has ended."""
+        """Wait until everything that is in the stream now has been applied, or until reading has ended."""
         now_s = monotonic()
         while feed.current_s < now_s and not feeding.done() and self._task.running:
             await asyncio.sleep(pause_s / 4)
@@ -294,8 +295,8 @@ class IndexReplica:
     async def _differs(
         self, layout: Layout, readers: Sequence[ShardReader], comparisons: Sequence[ShardComparison], verify: int
     ) -> str | None:
-        """Follow the store. Returns how the copy differs from it, or None. Also None if the store does not answer, because the
-        stream continues."""
+        """Do what the store has done. Returns how the copy differs from it, or None. Also returns None if the store does not
+        answer, because the stream goes on."""
         try:
             if (now := await self._read_layout()) != layout:
                 return f"layout {now.number} of the store answers now, with {now.partitions} partitions"
@@ -315,7 +316,7 @@ class IndexReplica:
         return None
 
     def _next_workers(self, worker_ids: Sequence[str], count: int) -> list[str]:
-        """The workers whose turn it is."""
+        """The workers whose turn it is to be checked."""
         first = self._next_verified % max(1, len(worker_ids))
         self._next_verified = first + count
         return list(islice([*worker_ids[first:], *worker_ids[:first]], count))
@@ -323,7 +324,7 @@ class IndexReplica:
 
 @asynccontextmanager
 async def open_replica(store: Store, index: AnsweringIndex, settings: ReplicaSettings) -> AsyncIterator[IndexReplica]:
-    """Open a replica that makes its copy in the background. Does not wait for NATS or for the copy."""
+    """Open a replica that makes its copy in the background. Waits neither for NATS nor for the copy."""
     replica = IndexReplica(store, index, settings)
     replica.start()
     try:
@@ -347,7 +348,7 @@ def _count_keys(copy: MemoryIndex) -> int:
 
 
 def _estimate_bytes(copy: MemoryIndex, block_bytes: int) -> int:
-    """The memory of a copy. The work is per scope and worker."""
+    """The estimated memory of a copy. The work is per scope and worker."""
     tables = [copy.shard_at(k).table for k in range(copy.shards)]
     marked = sum(len(one) for table in tables for by_scope, _ in table.marks.tables for one in by_scope.values())
     entries = sum(holder.digest.blocks for table in tables for holder in table.holders.values())

@@ -13,10 +13,11 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """A copy of the index in this process, fed from `nats` (an access, or the URL alone).
+    """A copy of the index in this process, fed from `nats` (the access, or just the URL).
 
     `max_stale_ms`: the store answers while the copy may be older than this. `max_bytes`: the store answers if the copy would
-    take more memory than this, as estimated from its blocks. `file`: keeps the copy across restarts; None: it is not kept.
+    take more memory than this, as estimated from its blocks. `file`: the file that keeps the copy across restarts; None: it is
+    not kept.
     """
 
     nats: NatsAccess | str

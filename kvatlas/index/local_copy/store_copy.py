@@ -1,9 +1,9 @@
-"""Copies a shard from the store into a memory index while the store continues to apply messages.
+"""Copies a shard from the store into a memory index while the store goes on applying messages.
 
-The copy does not show a single moment. A worker's record is read first; its blocks are read while later messages change them.
-So the messages after the record must be applied to the copy again, starting at a stream position that the store had before the
-record was read. Each message sets a block's tiers and marks whatever they were before, so blocks that messages touch end up as
-in the store, and the others were read correctly. `start_position` gives that position.
+The copy does not show a single moment: a worker's record is read first, and its blocks are read while later messages change
+them. The messages after the record must therefore be applied to the copy again, starting at a stream position that the store
+had before the record was read. Each message sets the tiers and marks of a block whatever they were before, so blocks that
+messages touch end up as in the store, and the others were read correctly. `start_position` gives that position.
 """
 
 import json
@@ -25,13 +25,13 @@ from kvatlas.index.redis.records import StoredRecord, unpack_incarnation
 from kvatlas.index.redis.shard_reader import ShardReader
 
 _NO_MESSAGE = 10037
-"""JetStream's error code: the stream has no message of that subject."""
+"""JetStream's error code for a stream that has no message on that subject."""
 VALUES_REMEMBERED = 10_000
 
 
 async def start_position(client: Client, readers: Sequence[ShardReader], layout: Layout) -> Position:
     """The stream position after which a copy that starts now needs messages. Raises KvatlasError if the store's positions
-    belong to another stream, Unreachable, and nats errors."""
+    belong to a different stream, or Unreachable, or a nats error."""
     stored = {
         partition: await readers[shard_of(partition, layout.shards)].position(partition)
         for partition in range(layout.partitions)
@@ -40,7 +40,7 @@ async def start_position(client: Client, readers: Sequence[ShardReader], layout:
     first = stream.last_seq
     for partition, position in stored.items():
         if position is None:
-            continue  # none of its messages was ever applied: its workers' snapshots are yet to come
+            continue  # none of its messages has ever been applied: its workers' snapshots are yet to come
         if position.creation_us != stream.creation_us:
             raise KvatlasError("the store's positions belong to another stream; waiting for the indexer")
         filters = partition_events(partition, layout.partitions, layout.publishers)
@@ -50,8 +50,7 @@ async def start_position(client: Client, readers: Sequence[ShardReader], layout:
 
 
 async def _last_seq(client: Client, filter_subject: str) -> int:
-    """The stream seq of the last message that matches the filter; 0 if there is none. Raises KvatlasError, and nats
-    errors."""
+    """The stream seq of the last message that matches the filter; 0 if there is none. Raises KvatlasError or a nats error."""
     asked = json.dumps({"last_by_subj": filter_subject}).encode()
     answer = json.loads((await client.request(f"$JS.API.STREAM.MSG.GET.{STREAM}", asked, timeout=5)).data)
     error = answer.get("error")
@@ -63,8 +62,8 @@ async def _last_seq(client: Client, filter_subject: str) -> int:
 
 
 async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callable[[int], None]) -> None:
-    """Fill an empty shard. `check_size` is called now and then, first with the number of blocks and then with 0, and may
-    raise. Raises Unreachable."""
+    """Fill an empty shard. `check_size` is called now and then, first with the number of blocks and then with 0; it may raise.
+    Raises Unreachable."""
     records, touched, dropped = await _read_records(reader)
     scope_ids: set[bytes] = set()
     for worker_id, stored in records.items():
@@ -93,8 +92,9 @@ async def copy_shard(reader: ShardReader, shard: MemoryShard, check_size: Callab
 async def _read_records(
     reader: ShardReader,
 ) -> tuple[dict[str, StoredRecord], dict[bytes, dict[bytes, BlockSizes]], dict[bytes, int]]:
-    """The workers' records, and the scopes and dropped groups of their holders. Reads again until no worker has changed its
-    holders in the meantime, because a replaced holder's data may be swept before it is read. Raises Unreachable."""
+    """The workers' records, and the scopes and dropped groups of their holders. Everything is read again until no worker's
+    holders have changed in the meantime, because the data of a replaced holder may be swept before it is read. Raises
+    Unreachable."""
     records = await reader.records()
     while True:
         touched, dropped = await reader.all_touched(), await reader.dropped()
@@ -109,7 +109,7 @@ def _holders(records: Mapping[str, StoredRecord]) -> dict[str, tuple[bytes, byte
 
 
 def record_of(stored: StoredRecord) -> Record:
-    """A worker's fence in the memory index's form. It is not bad yet: that depends on the copy's content."""
+    """A worker's fence in the form that the memory index uses. It is not bad yet: that depends on the content of the copy."""
     return Record(
         partition=stored.partition,
         incarnation=unpack_incarnation(stored.incarnation),

@@ -1,7 +1,7 @@
-"""Applies the event stream to a memory index, and knows how old the index may be.
+"""Applies the event stream to a memory index, and knows how old that index can be.
 
-One consumer reads all partitions. Now and then we ask the server how far the consumer has got and how much is still ahead
-of it. Once that much is applied, the index has everything that was in the stream when we asked.
+One consumer reads all partitions. Now and then, we ask the server how far the consumer has got and how much is still ahead of
+it. Once that much has been applied, the index has everything that was in the stream when we asked.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from kvatlas.runtime.wakeup import Wakeup
 
 SLICE_MESSAGES = 32
 SLICE_BYTES = 16 * 1024
-"""Limits of what is applied before other tasks get their turn: a few milliseconds' work."""
+"""Limits of what is applied before other tasks get their turn: a few milliseconds of work."""
 PROBE_TIMEOUT_S = 2.0
 MOST_PROBES = 64
 FIRST_PAUSE_S = 0.05
@@ -41,7 +41,7 @@ log = logging.getLogger("kvatlas.replica")
 
 
 class StreamFeed:
-    """Feeds one memory index from `start` on while `run` runs."""
+    """Feeds one memory index, from `start` on, for as long as `run` runs."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class StreamFeed:
         *,
         probe_s: float,
     ) -> None:
-        """`probe_s`: pause between two queries of the consumer's progress."""
+        """`probe_s`: the pause between two queries for the consumer's progress."""
         self.current_s = float("-inf")
-        """Everything in the stream at this time of the monotonic clock is applied."""
+        """Everything that was in the stream at this time, by the monotonic clock, has been applied."""
         self._client = client
         self._index = index
         self.position = start
@@ -65,12 +65,13 @@ class StreamFeed:
         self._admission = admission
         self._wakeup = Wakeup()
         self._goals: deque[tuple[int, float]] = deque(maxlen=MOST_PROBES)
-        """(number of a consumer message, time): once that message is applied, so is everything in the stream at that time."""
+        """(number of a consumer message, time): once that message has been applied, so has everything that was in the stream at
+        that time."""
 
     async def run(self) -> None:
-        """Apply until cancelled. If the consumer or the connection is lost, another consumer continues after the last applied
-        message. Raises KvatlasError if the stream is a different one, and one of DATA_ERRORS for a message that can't be
-        applied."""
+        """Apply messages until cancelled. If the consumer or the connection is lost, another consumer continues after the last
+        message that was applied. Raises KvatlasError if the stream is a different one, or one of DATA_ERRORS if a message can't
+        be applied."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began_s = monotonic()
@@ -85,7 +86,7 @@ class StreamFeed:
             await anyio.sleep(pause_s)
 
     async def _read(self) -> str:
-        """Read with one consumer until it is lost; return why."""
+        """Read with one consumer until it is lost. Returns the reason."""
         name = f"kva-replica-{token_hex(6)}"
 
         def make(pending: int) -> PullConsumer:
@@ -140,7 +141,7 @@ class StreamFeed:
                 assert part.batch.position is not None
                 self.position = part.batch.position
                 self._settle(queue)
-                await asyncio.sleep(0)  # let requests run between two slices
+                await asyncio.sleep(0)  # let requests be served between two slices
 
     async def _apply_messages(self, messages: Sequence[RawMessage]) -> None:
         index = self._index
@@ -157,7 +158,7 @@ class StreamFeed:
             asked_s = monotonic()
             try:
                 info = await jetstream.consumer_info(STREAM, consumer.name, timeout=PROBE_TIMEOUT_S)
-            except (NatsError, TimeoutError) as error:  # a lost consumer is noticed elsewhere
+            except (NatsError, TimeoutError) as error:  # the loss of a consumer is noticed elsewhere
                 log.debug("replica: no answer about its consumer: %s", error)
             else:
                 delivered = info.delivered.consumer_seq if info.delivered is not None else 0
@@ -166,7 +167,7 @@ class StreamFeed:
             await anyio.sleep(self._probe_s)
 
     def _settle(self, queue: PartitionQueue) -> None:
-        """Update `current_s` from the goals that have been reached."""
+        """Update `current_s` according to the goals that have been reached."""
         applied = queue.received - len(queue)
         while self._goals and self._goals[0][0] <= applied:
             _, self.current_s = self._goals.popleft()

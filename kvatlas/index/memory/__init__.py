@@ -1,1 +1,1 @@
-"""The residency index in process memory: the reference model."""
+"""The residency index in the memory of a process: the reference model."""

@@ -1,4 +1,4 @@
-"""One shard's blocks in the memory index, and the holders that have them."""
+"""The blocks in one shard of the memory index, and their holders."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,8 +34,9 @@ from kvatlas.index.run_guesses import RunGuesses
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation's blocks. `touched`: the scopes that it used, and the sizes of its blocks there. `blocks_in` counts
-    blocks by scope and tier. `moments`: block-seconds to subtract from its current blocks x the time since it became active."""
+    """The blocks of one incarnation. `touched`: the scopes that it has used, and the sizes of its blocks there. `blocks_in`
+    counts blocks by scope and tier. `moments`: the block-seconds to subtract from its current blocks × the time since it became
+    active."""
 
     worker_id: str
     digest: Digest = field(default_factory=Digest)
@@ -46,7 +47,7 @@ class Holder:
     moments: dict[tuple[bytes, Tier], float] = field(default_factory=dict)
 
     def span_s(self, now_s: float) -> float:
-        """Seconds that it has been active, until now or until it was retired."""
+        """For how many seconds it has been active, or was active before it was retired."""
         if self.active_since_s is None:
             return 0.0
         return (now_s if self.retired_s is None else self.retired_s) - self.active_since_s
@@ -71,7 +72,7 @@ class Holder:
 
 @dataclass(slots=True)
 class HolderCount:
-    """A holder's blocks, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
+    """The blocks of a holder, counted from the blocks themselves. `malformed`: one of its entries has flags that are not
     tiers."""
 
     digest: Digest = field(default_factory=Digest)
@@ -84,7 +85,7 @@ class HolderCount:
 
 
 class BlockTable:
-    """Holders values by scope and block, the side index, and the holders: their numbers, states and digests.
+    """The holders values by scope and block, the side index, and the holders: their numbers, states and digests.
 
     A model of `functions/_blocks.lua` and `functions/_holders.lua`.
     """
@@ -93,7 +94,7 @@ class BlockTable:
         self.side_index = side_index
         self.clock = clock
         self.spent: dict[tuple[bytes, Tier], float] = {}
-        """Byte-seconds of holders that have no block of a scope any more."""
+        """Byte-seconds of holders that no longer have any block of a scope."""
         self.blocks: dict[bytes, dict[bytes, bytes]] = {}
         self.parents: dict[bytes, dict[bytes, bytes]] = {}
         self.children: dict[bytes, dict[bytes, list[bytes]]] = {}
@@ -106,7 +107,7 @@ class BlockTable:
         self._free: list[int] = []
         self.last_number = 0
         self._swept: list[int] = []
-        """Retired holders that the current sweep round removes."""
+        """The retired holders that the current round of sweeping removes."""
         self._unswept: list[_Unswept] = []
         """What the round has not looked at yet."""
 
@@ -118,31 +119,31 @@ class BlockTable:
             self.last_number += 1
             holder = self.last_number
         else:
-            holder = self._free.pop(0)  # the one freed earliest
+            holder = self._free.pop(0)  # the one that was freed first
         self.holders[holder] = Holder(worker_id)
         return holder
 
     def adopt(self, holder: int, worker_id: str, touched: Mapping[bytes, BlockSizes], *, active: bool) -> None:
-        """Take over a holder of another index, with its number. `touched`: see `Holder`."""
+        """Take over a holder from another index, with its number. `touched`: see `Holder`."""
         self.holders[holder] = Holder(worker_id, touched=dict(touched))
         self.last_number = max(self.last_number, holder)
         if active:
             self.activate(holder)
 
     def activate(self, holder: int) -> None:
-        """Let the holder answer from now on."""
+        """Make the holder answer from now on."""
         self.active[holder] = self.holders[holder].worker_id
         self.holders[holder].active_since_s = self.clock()
 
     def retire(self, holder: int) -> None:
-        """Stop the holder from answering; a number below 0 is ignored. O(1); `sweep` frees its memory."""
+        """Make the holder stop answering; a number below 0 is ignored. O(1), because `sweep` frees the memory."""
         if holder >= 0:
             self.active.pop(holder, None)
             self.retired[holder] = None
             self.holders[holder].retired_s = self.clock()
 
     def sweep(self, budget: int) -> int:
-        """Remove retired holders from about `budget` values. Returns how many retired holders are left."""
+        """Remove retired holders from about `budget` values. Returns the number of retired holders that are left."""
         if not self._swept and self.retired:
             self._swept = list(self.retired)
             touched = {scope_id for holder in self._swept for scope_id in self.holders[holder].touched}
@@ -177,7 +178,7 @@ class BlockTable:
         return len(self.retired)
 
     def _parts_of(self, scope_id: bytes) -> Iterator["_Unswept"]:
-        """The values of a scope that a sweep looks at."""
+        """The values of a scope that a sweep has to look at."""
         if blocks := self.blocks.get(scope_id):
             yield _Unswept(blocks, without_holder, lambda key, rest: self._replace(scope_id, key, rest), list(blocks))
         for by_scope, size in self.marks.tables:
@@ -189,8 +190,8 @@ class BlockTable:
     # ------------------------------------------------------------ blocks
 
     def load(self, scope_id: bytes, values: Mapping[bytes, bytes], known: dict[bytes, bytes]) -> None:
-        """Take over blocks of another index, each once. Drops entries of holders that are unknown here. `known`: cache of the
-        remaining values, shared by all calls of a copy, so that equal values are one object."""
+        """Take over blocks from another index, each once. Entries of holders that are unknown here are dropped. `known`: a
+        cache of the values that result; all calls for one copy share it, so that equal values are the same object."""
         blocks = self.blocks.setdefault(scope_id, {})
         by_entry: dict[bytes, list[bytes]] = {}
         for value, keys in _by_value(values, blocks).items():
@@ -243,7 +244,7 @@ class BlockTable:
         one.count((scope_id, tier), sign * len(keys), self.clock())
 
     def _settle(self, holder: Holder, scope_id: bytes | None) -> None:
-        """Add to `spent` the usage of a holder that is freed, or no longer has any block of a scope."""
+        """Add to `spent` the usage of a holder that is being freed, or that no longer has any block of a scope."""
         now_s = self.clock()
         for place in [place for place in holder.blocks_in if scope_id in (None, place[0])]:
             self.spent[place] = self.spent.get(place, 0.0) + holder.byte_seconds(place, now_s)
@@ -251,7 +252,7 @@ class BlockTable:
             holder.moments.pop(place, None)
 
     def usage(self) -> list[tuple[bytes, Tier, float]]:
-        """(scope id, tier, byte-seconds) of all holders, including retired ones, and of `spent`."""
+        """(scope id, tier, byte-seconds) for all holders, including retired ones, and for `spent`."""
         now_s = self.clock()
         held = [
             (*place, one.byte_seconds(place, now_s)) for one in self.holders.values() for place in list(one.blocks_in)
@@ -259,8 +260,8 @@ class BlockTable:
         return [*held, *((*place, amount) for place, amount in self.spent.items())]
 
     def link(self, scope_id: bytes, parent: bytes, hashes: bytes) -> None:
-        """Record in the side index, if enabled, that these blocks follow each other and the first one follows `parent`
-        (b"": a root)."""
+        """If the side index is enabled, record in it that these blocks follow each other and that the first one follows
+        `parent` (b"": it is a root)."""
         if not self.side_index:
             return
         parents, children = self.parents.setdefault(scope_id, {}), self.children.setdefault(scope_id, {})
@@ -271,7 +272,7 @@ class BlockTable:
             parent = key
 
     def forget_empty_scopes(self) -> Collection[bytes]:
-        """Drop everything about scopes without a block. Returns the other scopes."""
+        """Drop everything about scopes that have no blocks. Returns the scopes that are left."""
         for scope_id in [scope_id for scope_id, blocks in self.blocks.items() if not blocks]:
             for kept in (self.blocks, self.parents, self.children, self.marks.marks, self.marks.heads):
                 kept.pop(scope_id, None)
@@ -303,7 +304,7 @@ class BlockTable:
         first_index: int = 0,
         limit: int = HIGHEST_POSITION,
     ) -> ShardRuns:
-        """Runs of equal holders, and where those with marks can resume the chain; stride 0 walks every block."""
+        """Runs of equal holders, and where those of them that have marks can resume the chain; stride 0 walks every block."""
         blocks = self.blocks.get(scope_id)
         if not blocks:
             return ShardRuns((), (), {})
@@ -320,7 +321,7 @@ class BlockTable:
         return ShardRuns(values, lengths, self.active, positions)
 
     def entries(self, scope_id: bytes, key: bytes) -> Iterator[tuple[int, int]]:
-        """(holder, flags) of the active holders of one block."""
+        """(holder, flags) for each active holder of one block."""
         for number, flags in entries_of(self.blocks.get(scope_id, {}).get(key, b"")):
             holder = int.from_bytes(number, "big")
             if holder in self.active:
@@ -329,10 +330,10 @@ class BlockTable:
     # ------------------------------------------------------------ recounts
 
     def recount(self) -> tuple[dict[int, HolderCount], int]:
-        """The content of every active holder, counted from the blocks, and the number of removed entries with unknown holder
-        numbers.
+        """The content of every active holder, counted from the blocks, and how many entries with unknown holder numbers were
+        removed.
 
-        A scope in which a holder's blocks were found counts as used by it: a sweep must look there.
+        A scope in which blocks of a holder were found counts as used by that holder: a sweep must look there.
         """
         counted = {holder: HolderCount() for holder in self.active}
         strays = 0
@@ -358,8 +359,8 @@ class BlockTable:
 
 
 class _Unswept(NamedTuple):
-    """Values that a sweep has not looked at, under `keys`. `without` removes a holder's entry from a value; `replace`
-    stores the rest."""
+    """Values that a sweep has not looked at yet, under `keys`. `without` removes a holder's entry from a value; `replace`
+    stores what is left."""
 
     values: Mapping[bytes, bytes]
     without: Callable[[bytes, bytes], bytes]
@@ -368,12 +369,12 @@ class _Unswept(NamedTuple):
 
 
 def split(packed: bytes) -> list[bytes]:
-    """The single hashes of packed ones, in order and without repeats."""
+    """The individual hashes in packed ones, in order and without repeats."""
     return list(dict.fromkeys(chain.from_iterable(iter_unpack(f"{HASH_BYTES}s", packed))))
 
 
 def _by_value(values: Mapping[bytes, bytes], besides: Mapping[bytes, bytes]) -> dict[bytes, list[bytes]]:
-    """Keys grouped by value, except those in `besides`."""
+    """Keys grouped by their value, except those in `besides`."""
     found: dict[bytes, list[bytes]] = {}
     for key, value in values.items():
         if key not in besides:
@@ -382,7 +383,7 @@ def _by_value(values: Mapping[bytes, bytes], besides: Mapping[bytes, bytes]) -> 
 
 
 def _keys_of(keys: list[bytes], olds: list[bytes], old: bytes) -> list[bytes]:
-    """The keys whose value is `old`; usually all of them."""
+    """The keys whose value is `old`; usually that is all of them."""
     if olds.count(old) == len(olds):
         return keys
     return [key for key, value in zip(keys, olds, strict=True) if value == old]

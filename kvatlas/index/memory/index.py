@@ -1,4 +1,4 @@
-"""The residency index in process memory: the reference model, and the index of a router that does not share one."""
+"""The residency index in the memory of a process: the reference model, and the index of a router that does not share one."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from time import monotonic
@@ -50,7 +50,7 @@ class MemoryIndex(DirectWrites):
         side_index: bool = True,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`clock`: in seconds, for `usage`."""
+        """`clock`: a clock in seconds, for `usage`."""
         self.partitions = partitions
         self.shards = shards
         self._side_index = side_index
@@ -62,7 +62,7 @@ class MemoryIndex(DirectWrites):
         self._prefix_scans = 0
 
     def shard_at(self, shard: int) -> MemoryShard:
-        """One shard's state, for callers that fill or read it directly, without messages."""
+        """The state of one shard, for callers that fill or read it directly, without messages."""
         return self._shards[shard]
 
     async def apply(self, shard: int, batches: Sequence[PartitionBatch]) -> ApplyResult:
@@ -92,7 +92,7 @@ class MemoryIndex(DirectWrites):
         self._keep_counts(before)
 
     def _keep_counts(self, before: Sequence[MemoryShard]) -> None:
-        """Keep the counters of work done before a clear."""
+        """Keep the counters of the work that was done before a clear."""
         for shard, cleared in zip(self._shards, before, strict=True):
             shard.counts = cleared.counts
 

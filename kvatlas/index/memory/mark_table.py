@@ -1,4 +1,4 @@
-"""One shard's marks in the memory index. A model of `redis/functions/_marks.lua` and `_mark_lookup.lua`."""
+"""The marks in one shard of the memory index. A model of `redis/functions/_marks.lua` and `_mark_lookup.lua`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from kvatlas.index.mark_lookup import (
 
 @dataclass(slots=True)
 class HolderMarks:
-    """A marked holder: the number of blocks by which a position lies before its mark, and the digest of its marks."""
+    """A holder with marks: the number of blocks by which a position lies before its mark, and the digest of its marks."""
 
     dropped: int
     digest: MarkDigest = field(default_factory=MarkDigest)
 
 
 class MarkTable:
-    """Values of marked blocks and of heads by scope and hash, and the marked holders by their 3-byte numbers."""
+    """Values of marked blocks and of heads, by scope and hash, and the holders with marks, by their 3-byte numbers."""
 
     def __init__(self) -> None:
         self.marked: dict[bytes, HolderMarks] = {}
@@ -37,7 +37,7 @@ class MarkTable:
     # ------------------------------------------------------------ changes
 
     def mark(self, number: bytes, scope_id: bytes, hashes: Iterable[bytes]) -> None:
-        """Mark blocks for a holder."""
+        """Mark these blocks for a holder."""
         values = self.marks.setdefault(scope_id, {})
         for key in hashes:
             value = values.get(key, b"")
@@ -57,7 +57,7 @@ class MarkTable:
                 self.marked[number].digest.add_marks(scope_id, key, -1)
 
     def set_heads(self, number: bytes, scope_id: bytes, hashes: bytes, bits: bytes) -> None:
-        """Set a holder's bits at these heads; an entry without bits is removed."""
+        """Set a holder's bits at these heads; an entry whose bits are all 0 is removed."""
         values = self.heads.setdefault(scope_id, {})
         for at in range(0, len(hashes), HASH_BYTES):
             self._set_head(number, scope_id, values, hashes[at : at + HASH_BYTES], bits[at : at + BITS_BYTES])
@@ -71,8 +71,8 @@ class MarkTable:
         replace_value(values, key, value[:at] + (number + bits if any(bits) else b"") + rest)
 
     def load(self, scope_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """Take over marks and heads of another index, each once, in its field format: a head's hash is followed by
-        HEAD_SUFFIX. Drops entries of holders without marks here."""
+        """Take over marks and heads from another index, each once, in that index's field format: a head's hash is followed by
+        HEAD_SUFFIX. Entries of holders that have no marks here are dropped."""
         marks, heads = self.marks.setdefault(scope_id, {}), self.heads.setdefault(scope_id, {})
         for name, value in fields.items():
             key = name[:HASH_BYTES]
@@ -93,13 +93,13 @@ class MarkTable:
 
     @property
     def tables(self) -> tuple[tuple[dict[bytes, dict[bytes, bytes]], int], ...]:
-        """The two tables of values by scope and hash, each with the size of an entry in bytes."""
+        """The two tables of values, by scope and hash, each with the size of an entry in bytes."""
         return (self.marks, NUMBER_BYTES), (self.heads, HEAD_ENTRY_BYTES)
 
     # ------------------------------------------------------------ questions
 
     def is_marked(self, number: bytes, scope_id: bytes, key: bytes) -> bool | None:
-        """True if a prompt can resume after this block of the holder; None for a holder without marks."""
+        """True if a prompt can resume after this block of the holder; None if the holder has no marks."""
         return has_mark(self.marks.get(scope_id, {}).get(key), number) if number in self.marked else None
 
     def positions(
@@ -112,8 +112,8 @@ class MarkTable:
         *,
         walk: bool = False,
     ) -> dict[int, int]:
-        """Holder number -> position at which that marked holder can resume the chain (0: nowhere). `walk`: look at every
-        block, without using the heads."""
+        """Holder number -> the position at which that holder, which has marks, can resume the chain (0: nowhere). `walk`: look
+        at every block, without using the heads."""
         holders = {
             number: MarkedHolder(depth, self.marked[number].dropped)
             for number, depth in depths.items()

@@ -1,7 +1,7 @@
 """One shard of the memory index: the reference model of the store's functions.
 
-Plain synchronous code. Each public method is one atomic call, like each function in the store (`redis/functions/*.lua`),
-with the same name and rules.
+Plain synchronous code. Each public method is one atomic call, like each function in the store (`redis/functions/*.lua`), and
+has the same name and the same rules.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ from kvatlas.index.protocol import ApplyResult, ScrubResult, WorkerRecord
 
 @dataclass(slots=True)
 class Record:
-    """The fence of one worker; -1 for no holder."""
+    """The fence of one worker; -1 stands for no holder."""
 
     partition: int
     incarnation: int = 0
@@ -37,22 +37,22 @@ class Record:
 
     @property
     def changing(self) -> int:
-        """The holder that events change: the loading one during a snapshot."""
+        """The holder that events change; during a snapshot, that is the loading one."""
         return self.loading if self.loading >= 0 else self.active
 
 
 class MemoryShard:
-    """The workers and positions of one shard; `table` has its blocks."""
+    """The workers and positions of one shard; `table` holds its blocks."""
 
     def __init__(self, *, side_index: bool = True, clock: Callable[[], float] = monotonic) -> None:
-        """`clock`: in seconds, for how long blocks are held."""
+        """`clock`: a clock in seconds, to measure how long blocks are held."""
         self.table = BlockTable(side_index=side_index, clock=clock)
         self.workers: dict[str, Record] = {}
         self.positions: dict[int, Position] = {}
         self.counts = ApplyCounts()
-        """Totals of all calls since the shard was created."""
+        """The totals of all calls since the shard was created."""
         self.full = False
-        """True to behave like a store out of memory: a store event closes the worker."""
+        """True to behave like a store that is out of memory: a store event closes the worker."""
 
     # ------------------------------------------------------------ apply
 
@@ -173,7 +173,7 @@ class MemoryShard:
         return True
 
     def digest_words(self, holder: int) -> list[int]:
-        """Digest of everything a holder has: `Digest.words`, followed by `MarkDigest.words` if it has marks."""
+        """The digest of everything that a holder has: `Digest.words`, followed by `MarkDigest.words` if it has marks."""
         marks = self.table.marks.marked.get(number_bytes(holder))
         return self.table.holders[holder].digest.words + (marks.digest.words if marks is not None else [])
 

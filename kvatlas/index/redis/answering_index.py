@@ -29,8 +29,8 @@ async def open_answering_index(
 
 
 class AnsweringIndex:
-    """Answers overlaps and single blocks. Which layout answers is checked in the background, at most once a second. A call
-    under way ends in the layout in which it began; that layout's indexers still keep it up to date."""
+    """Answers overlaps and single blocks. Which layout answers is checked in the background, at most once a second. A call that
+    is under way ends in the layout in which it began, which that layout's indexers still keep up to date."""
 
     def __init__(self, store: Store, index: RedisIndex) -> None:
         self._store = store

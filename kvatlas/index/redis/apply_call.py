@@ -1,4 +1,4 @@
-"""The argument of the store's `apply`: messages grouped by worker, as `functions/apply.lua` reads them."""
+"""The argument of the store's `apply`: messages grouped by worker, in the form that `functions/apply.lua` reads."""
 
 from array import array
 from collections.abc import Collection, Sequence
@@ -17,18 +17,19 @@ from kvatlas.index.redis.call_plan import HASHES_AT, WITH_HASHES, CallBatch, Par
 from kvatlas.index.redis.records import StoredRecord, pack_incarnation, pack_sizes, pairs
 
 MAX_JOINT_BLOCKS = 1_024
-"""Above this many changed blocks in one scope, the store changes each worker's blocks in separate commands."""
+"""If a call changes more blocks than this in one scope, the store changes the blocks of each worker in separate commands."""
 
 
 SAMPLES = 8
 SAMPLED_BLOCKS = 64
-"""With fewer blocks in a scope, only very long values make a call long, so it is enough to sample two of them."""
+"""If a scope has fewer blocks than this in a call, only very long values make the call long, so it is enough to sample two of
+them."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive messages of one incarnation, or a part of one. `hashes`: the hashes of each message, if each message is a
-    single event and they differ only in their hashes."""
+    """Consecutive messages of one incarnation, or a part of one message. `hashes`: the hashes of each message, if each message
+    is a single event and they differ only in their hashes."""
 
     incarnation: int
     first_seq: int
@@ -38,7 +39,7 @@ class _Group:
     part: Part | None
 
     def accepts(self, incarnation: int, seq: int, event: list[Any]) -> bool:
-        """True if a message of this one event continues the group and differs only in its hashes."""
+        """True if a message that consists of this one event continues the group and differs only in its hashes."""
         mine = self.events[0]
         return bool(
             self.hashes
@@ -61,7 +62,7 @@ class _Group:
 
 
 def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
-    """The event without repeated hashes (the store's function counts every hash; publishers repeat none), and with the sums
+    """The event without repeated hashes (the store's function counts every hash, and publishers repeat none), and with the sums
     of its hashes, which are more expensive to compute in the store."""
     packed = event[HASHES]
     if event[SCOPE_ID] in repeating:
@@ -73,7 +74,7 @@ def _with_sums(event: list[Any], repeating: Collection[bytes]) -> list[Any]:
 
 
 def _may_repeat(packed_hashes: bytes) -> bool:
-    """True if two of these events may have the same block. With many blocks it is not worth checking: see
+    """True if two of these events may contain the same block. With many blocks, checking is not worthwhile: see
     MAX_JOINT_BLOCKS."""
     blocks = len(packed_hashes) // HASH_BYTES
     return blocks > MAX_JOINT_BLOCKS or len(set(array("Q", packed_hashes))) != blocks
@@ -81,7 +82,7 @@ def _may_repeat(packed_hashes: bytes) -> bool:
 
 @dataclass(slots=True)
 class _WorkerMessages:
-    """By incarnation and scope: `entries`, the last entry, and `sizes`, the sizes known from all of them."""
+    """By incarnation and scope: `entries` holds the last entry, and `sizes` the sizes known from all of them."""
 
     partition: int
     entries: dict[tuple[int, bytes], list[Any]] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class _WorkerMessages:
     groups: list[_Group] = field(default_factory=list)
 
     def use(self, incarnation: int, scope_id: bytes, entry: list[Any]) -> None:
-        """Note the entry of a scope, which may differ from the one before."""
+        """Note the entry of a scope, which may differ from the previous one."""
         key = incarnation, scope_id
         before = self.entries.get(key)
         if before != entry:
@@ -99,7 +100,7 @@ class _WorkerMessages:
 
     @property
     def uses(self) -> dict[bytes, dict[bytes, bytes]]:
-        """The sizes by incarnation and scope, as the store's function reads them."""
+        """The sizes by incarnation and scope, in the form that the store's function reads."""
         uses: dict[bytes, dict[bytes, bytes]] = {}
         for (incarnation, scope_id), sizes in self.sizes.items():
             uses.setdefault(pack_incarnation(incarnation), {})[scope_id] = pack_sizes(sizes)
@@ -109,13 +110,13 @@ class _WorkerMessages:
 def pack_call(
     reuse_ms: int, most_cost: float, call: Sequence[CallBatch], *, parents: bool = False
 ) -> tuple[list[bytes], list[bytes], bytes]:
-    """(scope ids whose blocks the call needs, in order; those whose marks it also needs; the packed argument). Work is per
-    message: a block costs a set entry and two additions.
+    """(scope ids whose blocks the call needs, in order; those whose marks it needs as well; the packed argument). The work is
+    per message: a block costs a set entry and two additions.
 
-    A worker's consecutive messages with the same kind of event, scope and tier travel as one group. If the worker's seq is
-    inside a group, its first messages are applied again, which changes nothing: all are stores, or all removals. The store
-    applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages separate, because each
-    has its own parent (side index).
+    Consecutive messages of a worker with the same kind of event, scope and tier travel as one group. If the worker's seq lies
+    inside a group, the first messages of the group are applied again, which changes nothing: either all of them are stores, or
+    all are removals. The store applies nothing if it finds that the blocks cost more than `most_cost`. `parents` keeps messages
+    separate, because each has a parent of its own (side index).
     """
     hashes_by_scope: dict[bytes, list[bytes]] = {}
     positions: list[tuple[int, int, int, int]] = []
@@ -170,7 +171,7 @@ def pack_call(
 
 
 def _sample(packed_hashes: bytes) -> bytes:
-    """Some of the hashes, spread evenly: from the lengths of their values the store knows what the call will cost."""
+    """Some of the hashes, spread evenly. The lengths of their values show the store what the call will cost."""
     blocks = len(packed_hashes) // HASH_BYTES
     if blocks < SAMPLED_BLOCKS:
         return packed_hashes[:HASH_BYTES] + packed_hashes[-HASH_BYTES:]
@@ -180,7 +181,7 @@ def _sample(packed_hashes: bytes) -> bytes:
 
 class ApplyAnswer(NamedTuple):
     """`weights`: the cost of a block in each scope, relative to a block with a short value. `records=None`: nothing was
-    applied, because by these weights the call is too large and must be cut into smaller ones."""
+    applied, because the call is too large according to these weights and must be cut into smaller ones."""
 
     weights: Sequence[float]
     records: list[WorkerRecord] | None

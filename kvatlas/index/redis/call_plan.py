@@ -1,11 +1,12 @@
 """Cuts the messages for `apply` into calls that occupy the store for a few milliseconds each, whatever their size.
 
 A call carries whole messages, or a part of one that is too large for a call. Parts are counted in **steps**: each hash of an
-event is one, and so is an event without hashes. The store records how many steps of a worker's next message are applied, in
-the call that applies them. So each step is applied once, even if another process continues after a crash and cuts elsewhere.
+event is one step, and so is an event without hashes. The call that applies steps also records in the store how many steps of a
+worker's next message have been applied. Each step is therefore applied once, even if another process continues after a crash
+and cuts elsewhere.
 
-Limiting messages to 256 hashes, so that none needs to be cut, takes a fifth more CPU time per block: 3.0 us instead of 2.5 with
-4,096 hashes (`benchmarks.stream.message_sizes`). Besides, a message of version 1 may have 65,000 hashes.
+Limiting messages to 256 hashes, so that none has to be cut, would take a fifth more CPU time per block: 3.0 us instead of 2.5
+us with 4,096 hashes (`benchmarks.stream.message_sizes`). Besides, a message of version 1 may have 65,000 hashes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,26 +33,26 @@ from kvatlas.bus.wire import (
 )
 
 CALL_COST = 450
-"""Limit of a call's cost, in changes of one block with a short value. Each takes the store one or two microseconds, up to
-eight while a large hash grows on a busy machine."""
+"""Maximum cost of a call, counted in changes of one block with a short value. Each change takes the store one or two
+microseconds, or up to eight while a large hash grows on a busy machine."""
 WORKER_COST, SCOPE_COST, EVENT_COST = 12, 10, 4
 SWITCH_COST = 20
-"""Cost of an event without hashes: a holder begins or ends, or a digest is compared."""
+"""The cost of an event without hashes, in which a holder begins or ends, or a digest is compared."""
 WHOLE_STEPS = 64
 """A message of up to this many steps is never cut."""
 
 MARK_COSTS = {MARKED: 4, UNMARKED: 4, HEADS: 6}
-"""Cost per hash of an event of marks, because each value is taken apart."""
+"""The cost per hash of an event about marks, because each value has to be taken apart."""
 
 WITH_HASHES = frozenset((STORED, REMOVED, CHUNK))
 HASHES_AT = {**dict.fromkeys(WITH_HASHES, HASHES), **dict.fromkeys(MARK_COSTS, MARK_HASHES)}
-"""Index of an event's hashes, by code; these events name a scope."""
+"""The index of an event's hashes, by event code; these events name a scope."""
 
 
 class Part(NamedTuple):
-    """Part of a message: `events` from step `first_step` on, and the step after each. `last`: the message ends with them.
+    """Part of a message: the `events` from step `first_step` on, and the step after each. `last`: the message ends with them.
 
-    A chunk that continues in the next part becomes a stored event here, so that the store counts each chunk once.
+    A chunk that continues in the next part becomes a stored event here, so that the store counts each chunk only once.
     """
 
     first_step: int
@@ -61,7 +62,7 @@ class Part(NamedTuple):
 
 
 class CallMessage(NamedTuple):
-    """One message of a call, whole or as a part."""
+    """One message of a call, either whole or a part of it."""
 
     raw: RawMessage
     part: Part | None
@@ -73,7 +74,7 @@ class CallMessage(NamedTuple):
 
 
 class CallBatch(NamedTuple):
-    """One partition's messages in a call. `complete`: after the call, all the batch's messages are applied."""
+    """One partition's messages in a call. `complete`: after the call, all messages of the batch are applied."""
 
     batch: PartitionBatch
     messages: list[CallMessage]
@@ -81,7 +82,7 @@ class CallBatch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A plan's progress: the next batch, the message in it, and the step in that."""
+    """How far a plan has got: the next batch, the message in that batch, and the step in that message."""
 
     batch: int = 0
     message: int = 0
@@ -89,7 +90,7 @@ class Place(NamedTuple):
 
 
 class _Budget:
-    """The capacity left in a call."""
+    """The capacity that is left in a call."""
 
     def __init__(self, weights: Mapping[bytes, float]) -> None:
         self.room = float(CALL_COST)
@@ -98,11 +99,11 @@ class _Budget:
         self._scopes: set[tuple[str, bytes]] = set()
 
     def _weight(self, event: list[Any]) -> float:
-        """Cost of one hash of an event."""
+        """The cost of one hash of an event."""
         return MARK_COSTS.get(event[CODE]) or self._weights.get(event[SCOPE_ID], 1.0)
 
     def measure(self, raw: RawMessage) -> tuple[float, int]:
-        """Cost of a whole message, and its steps."""
+        """The cost of a whole message, and the number of its steps."""
         worker_id = raw[WORKER_ID]
         priced: set[bytes] = set()
         cost, steps = 0.0 if worker_id in self._workers else WORKER_COST, 0
@@ -127,7 +128,7 @@ class _Budget:
         return CallMessage(raw, None)
 
     def cut(self, raw: RawMessage, first_step: int) -> tuple[CallMessage, int]:
-        """Add as much of a message from this step on as fits, at least one step; also return the step after that."""
+        """Add as much of a message as fits, from this step on, but at least one step. Also returns the step after that."""
         ends: list[int] = []
         events: list[list[Any]] = []
         scopes: set[bytes] = set()
@@ -166,9 +167,9 @@ class _Budget:
 def cut_call(
     batches: Sequence[PartitionBatch], start: Place, weights: Mapping[bytes, float]
 ) -> tuple[list[CallBatch], Place | None]:
-    """The next call, and where the one after it starts (None: everything is in calls).
+    """The next call, and where the call after it starts (None: everything is in calls).
 
-    `weights`: cost of a block by scope, relative to a block with a short value; 1 for other scopes.
+    `weights`: the cost of a block by scope, relative to a block with a short value; 1 for scopes that are not listed.
     """
     call: list[CallBatch] = []
     budget = _Budget(weights)
@@ -200,7 +201,7 @@ def _hashes(event: list[Any]) -> int:
 
 
 def _piece(event: list[Any], begin: int, end: int) -> list[Any]:
-    """The event with only some of its hashes."""
+    """The event, with only some of its hashes."""
     code, at, piece = event[CODE], HASHES_AT[event[CODE]], [*event]
     piece[at] = event[at][begin * HASH_BYTES : end * HASH_BYTES]
     if code == HEADS:

@@ -1,6 +1,6 @@
-"""The residency index in Redis or Valkey, shared by all routers and indexers, one slot per shard.
+"""The residency index in Redis or Valkey, which all routers and indexers share; each shard is one slot.
 
-Each write is one server-side function (`functions/*.lua`); this file only names keys and reads answers.
+Each write is one server-side function (`functions/*.lua`); this file only lists the keys and reads the answers.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -55,13 +55,13 @@ from kvatlas.runtime.retry import retry_until_reachable
 from kvatlas.store.connection import Store
 
 REUSE_MS = 10 * 60 * 1000
-"""A holder's number is reused after this long: clients may cache names."""
+"""A holder's number is not reused before this time has passed, because clients may cache names."""
 RECORDS_A_CALL = 250
 
 WEIGHTS_REMEMBERED = 10_000
 
 _SIZE_TRIES = 3
-"""After this many cuts a call is made whatever it costs, because values grow in the meantime."""
+"""After a call has been cut this many times, it is made whatever it costs, because values grow in the meantime."""
 
 
 async def open_redis_index(
@@ -76,13 +76,13 @@ async def open_redis_index(
     wait: bool = False,
     on_wait: Callable[[str], None] | None = None,
 ) -> "RedisIndex":
-    """Open the index in this store.
+    """Open the index that is in this store.
 
-    A writer loads the functions and creates the layout, or checks it; a reader only reads it. `number`: one of several
-    layouts; None: the one that answers. `side_index` records which block follows which, for `children`; None: as the store
-    was laid out, off in an empty store. Raises LayoutMismatch, UnsuitableStore; Unreachable (also if a store without memory
-    has to be laid out) and, for a reader, NoIndexYet. With `wait` it retries after the last two, with back-off, and calls
-    `on_wait` with a line for the user each time.
+    A writer loads the functions, and creates the layout or checks it; a reader only reads it. `number`: the number of one of
+    several layouts; None: the one that answers. `side_index` records which block follows which, for `children`; None: as the
+    store is laid out, and off in an empty store. Raises LayoutMismatch, UnsuitableStore or Unreachable (also if a store without
+    memory has to be laid out) and, for a reader, NoIndexYet. If `wait` is set, it tries again after the last two, with
+    back-off, and calls `on_wait` with a line for the user each time.
     """
 
     async def attempt() -> Layout:
@@ -120,7 +120,7 @@ class RedisIndex(DirectWrites):
         self._sweeps = [Sweep(keys, self._side_index) for keys in self._keys]
         self._scrubs = [Scrub(keys, self._side_index) for keys in self._keys]
         self._weights: list[dict[bytes, float]] = [{} for _ in self._keys]
-        """Cost of a block, by shard and scope: see `cut_call`."""
+        """The cost of a block, by shard and scope: see `cut_call`."""
         self._reuse_ms = reuse_ms
         self._registry = ScopeRegistry(store, self._functions)
         self._recovery = WipeRecovery(store, self._registry, layout)
@@ -149,7 +149,7 @@ class RedisIndex(DirectWrites):
             most_cost = 2 * CALL_COST if too_large < _SIZE_TRIES else inf
             answer, full = await self._apply_call(shard, call, most_cost)
             if answer.records is None:
-                too_large += 1  # with the new weights, the next call is smaller
+                too_large += 1  # with the new weights, the next call will be smaller
                 continue
             place, too_large, no_room = following, 0, no_room or full
             records.update((record.worker_id, record) for record in answer.records)
@@ -159,7 +159,7 @@ class RedisIndex(DirectWrites):
         return ApplyResult.of(list(records.values()), total, sorted(moved), no_room=no_room)
 
     async def _apply_call(self, shard: int, call: Sequence[CallBatch], most_cost: float) -> tuple[ApplyAnswer, bool]:
-        """Make one call, and learn its weights. Returns the answer, and whether the store is out of memory."""
+        """Make one call and learn its weights. Returns the answer, and whether the store is out of memory."""
         k, weights = self._keys[shard], self._weights[shard]
         scope_ids, with_marks, argument = pack_call(self._reuse_ms, most_cost, call, parents=self._side_index)
         keys = [k.workers, k.holders, k.active, k.retired, k.free, k.digests, k.touched, k.partitions, k.meta, k.steps]
@@ -171,7 +171,7 @@ class RedisIndex(DirectWrites):
         try:
             packed = await self._functions.call("kvatlas_apply", keys, [argument])
         except OutOfMemoryError:
-            # close the workers whose stores can't be applied: that frees memory, and removals continue
+            # close the workers whose stores can't be applied: this frees memory, and removals continue
             packed = await self._functions.call("kvatlas_apply_oom", keys, [argument])
             no_room = True
         except ResponseError as error:
@@ -202,8 +202,8 @@ class RedisIndex(DirectWrites):
         return await self._registry.forget(self._keys, idle_s, self._usage)
 
     async def unlink(self) -> int:
-        """Delete every key of every shard; return the number of keys. Only for an index that is no longer read or
-        written."""
+        """Delete every key of every shard. Returns the number of keys. Only for an index that is no longer read from or written
+        to."""
         scope_ids, deleted = set(await self._registry.ids()), 0
         for k, reader, pins in zip(self._keys, self._readers, self._pins, strict=True):
             touched = [set(holder.touched) async for holder in reader.active_holders()]
@@ -323,8 +323,8 @@ class RedisIndex(DirectWrites):
         return found
 
     async def recount(self, worker_ids: Sequence[str]) -> Sequence[RecountResult]:
-        """Count what these workers hold from the blocks, not from digests. Workers without an active holder are left out.
-        Reads every block of their shards."""
+        """Count from the blocks, not from digests, what these workers hold. Workers without an active holder are left out.
+        Reads every block in the workers' shards."""
         scope_ids = await self._registry.ids()
         by_shard: dict[ShardKeys, list[str]] = {}
         for worker_id in worker_ids:
@@ -363,7 +363,7 @@ class RedisIndex(DirectWrites):
                 sizes = holder.touched
                 if len({((await self._registry.scope(one)).model_id, *size[1:]) for one, size in sizes.items()}) > 1:
                     held = await reader.held(holder)
-                else:  # attribute everything to one arbitrary scope
+                else:  # attribute everything to an arbitrary scope
                     held = {(one, tier): holder.by_tier[tier] for one in list(sizes)[:1] for tier in Tier}
                 for (scope_id, tier), blocks in held.items():
                     found.add(scope_id, tier, blocks, sizes[scope_id].bytes_in(tier))
@@ -390,14 +390,14 @@ class RedisIndex(DirectWrites):
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         record = await self._reader_of(worker_id).record(worker_id)
-        if record is not None and record.active:  # otherwise the holder was closed meanwhile, and nothing is pinned
+        if record is not None and record.active:  # otherwise the holder has been closed, and nothing is pinned
             await self._pins[self._shard_of(worker_id)].put(record.active, scope_id, tier, hashes, pinned=pinned)
 
     async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:
         return {scope_id: await self._registry.scope(scope_id) for scope_id in found.scope_ids}
 
     async def _count_blocks(self, reader: ShardReader, partitions: Collection[int] | None) -> list[tuple[str, int]]:
-        """(worker, number of its blocks according to its digest) for every worker of these partitions with an active
+        """(worker, number of its blocks according to its digest) for each worker of these partitions that has an active
         holder."""
         active = {
             worker_id: record.active

@@ -1,4 +1,4 @@
-"""The index's server-side functions in one store."""
+"""The server-side functions of the index in one store."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ INDEX_LIBRARY = FunctionLibrary(
 
 
 class IndexFunctions:
-    """Calls functions by name (`functions/*.lua`); a call loads the library if the store lost it.
+    """Calls functions by name (`functions/*.lua`); a call loads the library if the store has lost it.
 
-    Raises Unreachable, and redis' ResponseError for an error that the server returns.
+    Raises Unreachable, or redis' ResponseError for an error that the server returns.
     """
 
     def __init__(self, store: Store) -> None:
@@ -27,9 +27,9 @@ class IndexFunctions:
         return await INDEX_LIBRARY.call(self._store, function, keys, args)
 
     async def call_ro(self, function: str, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """Call a function that writes nothing."""
+        """Call a function that does not write anything."""
         return await INDEX_LIBRARY.call_ro(self._store, function, keys, args)
 
     async def call_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """Several (keys, args) in one pipelined round trip; answers in order."""
+        """Several (keys, args) in one pipelined round trip. Returns the answers in order."""
         return await INDEX_LIBRARY.call_ro_many(self._store, function, calls)

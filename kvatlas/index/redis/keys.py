@@ -1,21 +1,21 @@
-"""Key names in the store, all spelled here. All of a shard's keys share one slot."""
+"""The names of keys in the store, all of which are spelled out here. All keys of a shard share one slot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 LAYOUT = "kva:{fleet}:layout"
-"""HASH: the layout with number 0, and the number of the layout that answers (`answers`; 0 if missing)."""
+"""HASH: the layout with number 0, and the number of the layout that answers (`answers`; 0 if it is missing)."""
 SCOPES = "kva:{fleet}:scopes"
 """HASH: scope id -> canonical text."""
 SCOPE_USES = "kva:{fleet}:scope-uses"
 """ZSET: scope id, scored with the time of its last registration (ms of the store's clock)."""
 
 USAGE_SCOPES = "kva:{fleet}:usage-scopes"
-"""HASH: scope id -> canonical text, of forgotten scopes whose use is still counted."""
+"""HASH: scope id -> canonical text, for forgotten scopes whose use is still counted."""
 
 LAYOUT_VERSION = 2
 SWITCHED_VERSION = 3
-"""Version of a store in which a layout other than number 0 answers. Releases that don't know it must refuse to start."""
+"""Version of a store in which a layout with a number other than 0 answers. Releases that don't know it must refuse to start."""
 
 
 def layout_key(number: int) -> str:
@@ -98,7 +98,7 @@ class ShardKeys:
 
     @property
     def of_state(self) -> list[str]:
-        """The keys of `state_of` in `functions/_worker_state.lua`."""
+        """The keys that `state_of` in `functions/_worker_state.lua` takes."""
         return [self.workers, self.holders, self.active, self.digests, self.steps, self.marked]
 
     def blocks(self, scope_id: bytes) -> str:
@@ -114,7 +114,7 @@ class ShardKeys:
         return self._key(f"parents:{scope_id.hex()}")
 
     def all(self, scope_ids: Iterable[bytes], pinned_by: Iterable[bytes]) -> list[str]:
-        """Every key that a shard with blocks of these scopes and pins of these holders may have."""
+        """Every key that a shard can have if it holds blocks of these scopes and pins of these holders."""
         names = [self.holders, self.active, self.retired, self.free, self.digests, self.touched, self.workers]
         names += (self.partitions, self.steps, self.held, self.moments, self.spent, self.meta, self.marked, self.pinned)
         names += map(self.pinned_by, pinned_by)
@@ -123,5 +123,5 @@ class ShardKeys:
 
     @property
     def pattern(self) -> str:
-        """Matches every key of the shard."""
+        """A pattern that matches every key of the shard."""
         return self._key("*")

@@ -1,4 +1,4 @@
-"""The layout of a store: partitions and shards, and whether the store is suitable for an index."""
+"""The layout of a store: its partitions and shards, and whether the store is suitable for an index."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ _LAYOUT = "layout:"
 
 
 class Layout(NamedTuple):
-    """Settings that all processes of a store agree on. `side_index`: every writer records which block follows which. A
-    store may have several layouts, by `number`: one answers, another is filled next to it. `publishers`: other partition
-    counts that publishers may still use in their subjects."""
+    """Settings that all processes of a store agree on. `side_index`: every writer records which block follows which. A store
+    may have several layouts, which differ in their `number`: one answers while another is filled next to it. `publishers`:
+    other partition counts that publishers may still use in their subjects."""
 
     partitions: int
     shards: int
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 @contextmanager
 def layout_errors(store: Store) -> Iterator[None]:
-    """Translate a store's errors: raises Unreachable if it does not answer, or has no memory for its layout."""
+    """Translate a store's errors: raises Unreachable if the store does not answer, or has no memory for its layout."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -42,8 +42,8 @@ def layout_errors(store: Store) -> Iterator[None]:
 
 
 async def read_layout(store: Store, number: int | None = None) -> Layout | None:
-    """The layout with this number, by default the one that answers; None if the store does not have it. Raises
-    LayoutMismatch for another version, or for data that is not kvatlas'."""
+    """The layout with this number, by default the one that answers; None if the store does not have it. Raises LayoutMismatch
+    for a different version, or for data that is not from kvatlas."""
     root = await _read_fields(store, 0)
     if not root:
         return None
@@ -55,7 +55,7 @@ async def read_layout(store: Store, number: int | None = None) -> Layout | None:
         number = _answering(root)
     found = await _read_fields(store, number) if number else root
     if not found or (_ANSWERS in found and "partitions" not in found):
-        return None  # deleted: only entries about other layouts are left
+        return None  # it has been deleted: only entries about other layouts are left
     partitions, shards = found.get("partitions", ""), found.get("shards", "")
     if not (partitions.isdecimal() and shards.isdecimal() and int(shards) and int(partitions) % int(shards) == 0):
         raise LayoutMismatch(
@@ -73,20 +73,20 @@ async def read_answering(store: Store) -> int | None:
 
 
 async def read_numbers(store: Store) -> list[int]:
-    """The numbers of the store's layouts, ascending."""
+    """The numbers of the store's layouts, in ascending order."""
     root = await _read_fields(store, 0)
     further = [int(field.removeprefix(_LAYOUT)) for field in root if field.startswith(_LAYOUT)]
     return sorted([*([0] if "partitions" in root else []), *further])
 
 
 async def switch_layout(store: Store, number: int) -> None:
-    """Let this layout answer from now on. Readers notice within a second or two."""
+    """Make this layout answer from now on. Readers notice within a second or two."""
     version = SWITCHED_VERSION if number else LAYOUT_VERSION
     await store.client.hset(LAYOUT, mapping={_ANSWERS: number, _VERSION: version})
 
 
 async def delete_layout(store: Store, number: int) -> None:
-    """Delete a layout that does not answer; the record of which one does stays."""
+    """Delete a layout that does not answer; the record of which layout does is kept."""
     if number:
         await store.client.unlink(layout_key(number))
         await store.client.hdel(LAYOUT, f"{_LAYOUT}{number}")
@@ -110,9 +110,9 @@ async def make_layout(
     *,
     answers: int | None = None,
 ) -> Layout:
-    """The store's layout with this number (default: the one that answers). Creates it if missing. `publishers`: see Layout;
-    None: those of the layout that answers, if its partitions differ. `answers`: the number that answers if the store does
-    not say. Raises LayoutMismatch if the layout differs from the request."""
+    """The store's layout with this number (default: the one that answers). Creates the layout if it is missing. `publishers`:
+    see Layout; None: those of the layout that answers, if its partition count differs. `answers`: the number of the layout that
+    answers, in case the store does not say. Raises LayoutMismatch if the layout differs from the request."""
     current = await read_layout(store)
     if number is None:
         number = await read_answering(store) or answers or 0
@@ -144,7 +144,7 @@ async def _write_layout(
     current: Layout | None,
     answers: int | None,
 ) -> None:
-    """Write a new layout. By default it has the partitions and side index of the current one, and it also takes messages of
+    """Write a new layout. By default, it has the partitions and the side index of the current one, and also takes messages from
     that one's publishers."""
     beside = current or Layout(DEFAULT_PARTITIONS, DEFAULT_SHARDS)
     wanted = Layout(partitions or beside.partitions, shards or DEFAULT_SHARDS)
@@ -180,11 +180,11 @@ def _answering(root: Mapping[str, str]) -> int:
 
 
 async def check_suitable(store: Store) -> None:
-    """Check the store's configuration. Raises UnsuitableStore if any primary would evict keys, or is a read-only replica."""
+    """Check the store's configuration. Raises UnsuitableStore if any primary would evict keys or is a read-only replica."""
     cure = ""
     try:
         policies = await store.read_config("maxmemory-policy")
-    except ResponseError:  # managed services refuse CONFIG; INFO has it, without the server's name
+    except ResponseError:  # managed services refuse CONFIG; INFO has the setting, without the server's name
         found = [one.get("maxmemory_policy", "noeviction") for one in await store.read_info("memory")]
         policies = {"": next((policy for policy in found if policy != "noeviction"), "noeviction")}
         cure = "; set it in the service's own settings (parameter group), since CONFIG is refused here"

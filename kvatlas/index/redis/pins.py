@@ -14,14 +14,14 @@ BLOCKS_A_CALL = 500
 
 
 class Pins:
-    """One shard's pins. Pins of blocks that the holder does not have there mean nothing. Raises Unreachable."""
+    """The pins of one shard. Pins of blocks that the holder does not have in that tier mean nothing. Raises Unreachable."""
 
     def __init__(self, store: Store, keys: ShardKeys) -> None:
         self._store = store
         self._keys = keys
 
     async def put(self, holder: bytes, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
-        """Pin or unpin the blocks in the tier."""
+        """Pin or unpin these blocks in the tier."""
         client, key = self._store.client, self._keys.pinned_by(holder)
         if pinned:
             await self._store.ask(client.sadd(self._keys.pinned, holder))
@@ -37,7 +37,7 @@ class Pins:
         return set(await self._store.ask(self._store.client.smembers(self._keys.pinned)))
 
     async def mark(self, found: Sequence[tuple[bytes, Residency]], holders: set[bytes]) -> list[Residency]:
-        """These residencies in the same order, each with its `pinned` filled in. `holders`: those that have any pins."""
+        """These residencies, in the same order, each with its `pinned` filled in. `holders`: those that have any pins."""
         marked = [residency for _, residency in found]
         places: dict[bytes, list[int]] = {}
         for at, (holder, _) in enumerate(found):

@@ -1,4 +1,4 @@
-"""A shard's stored values, unpacked. `functions/_slot.lua` documents each key; fields have the same order."""
+"""A shard's stored values, unpacked. `functions/_slot.lua` documents each key; the fields are in the same order here."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 _TOUCHED = ">8sII"
 _SIZES = ">II"
 _SIZE_LIMIT = 1 << 24
-"""Above every block size, because a tier is stored in the byte before it."""
+"""Larger than any block size, because the byte in front of it holds a tier."""
 TOUCHED_BYTES = calcsize(_TOUCHED)
 _REACH = ">3sI"
 
@@ -39,7 +39,8 @@ class OverlapAnswer(NamedTuple):
 
 
 class StoredRecord(NamedTuple):
-    """A worker's record. Incarnations are 8 big-endian bytes, holders 3; an empty `active` or `loading`: no such holder."""
+    """A worker's record. Incarnations are 8 big-endian bytes, holders are 3; if `active` or `loading` is empty, there is no
+    such holder."""
 
     incarnation: bytes
     seq: int
@@ -84,12 +85,12 @@ _FORMS = [
     for active in ((bytes, 0), (bytes, 3))
     for loading in ((bytes, 0), (bytes, 3))
 ]
-"""Type and length of a record's fields."""
+"""The types and lengths of a record's fields."""
 
 
 class HolderState(NamedTuple):
-    """A worker's active holder as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`.
-    `registered`: the holder's own entries name this worker. `marks`: `MarkDigest.words`, False for a holder without marks."""
+    """The active holder of a worker as of (incarnation, seq), plus `steps` of the next message. `digest`: `Digest.words`.
+    `registered`: the holder's own entries name this worker. `marks`: `MarkDigest.words`; False for a holder without marks."""
 
     incarnation: bytes
     seq: int
@@ -101,17 +102,17 @@ class HolderState(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Changes whenever the holder's blocks or marks change, within an incarnation."""
+        """A value that changes whenever the holder's blocks or marks change within an incarnation."""
         return self.seq, self.steps
 
     @classmethod
     def of(cls, fields: Sequence[Any] | None) -> Self | None:
-        """The state in a function's answer; None for a worker without an active holder."""
+        """The state that a function has returned; None for a worker without an active holder."""
         return cls(*fields) if fields else None
 
     @classmethod
     def unpack(cls, answer: bytes) -> Self | None:
-        """The state in an answer of `functions/look.lua`."""
+        """The state in an answer from `functions/look.lua`."""
         _, fields, _ = msgpack.unpackb(answer, raw=True)
         return cls.of(fields)
 
@@ -138,19 +139,20 @@ def unpack_touched(packed: bytes | None) -> dict[bytes, BlockSizes]:
 
 
 def pack_sizes(sizes: BlockSizes) -> bytes:
-    """The bytes that follow the scope id in each of a scope's entries in `touched`, for the device tier first."""
+    """The bytes that follow the scope id in each of a scope's entries in `touched`; the entry for the device tier comes
+    first."""
     by_tier = [(Tier.HBM, sizes.block_bytes), *sizes.tier_bytes]
     return b"".join(pack(_SIZES, tier * _SIZE_LIMIT + sizes.block_size, block_bytes) for tier, block_bytes in by_tier)
 
 
 def held_field(holder: bytes, scope_id: bytes, tier: Tier) -> bytes:
-    """The field that counts a holder's blocks of a scope in a tier."""
+    """The field that counts how many blocks of a scope a holder has in a tier."""
     return holder + scope_id + bytes((tier,))
 
 
 def unpack_digest(packed: bytes | None) -> list[int]:
-    """`Digest.words` of a holder. Zeros if nothing is stored. For bytes that are not a digest, words that no holder can
-    have, as in `functions/_slot.lua`."""
+    """`Digest.words` of a holder. Zeros if nothing is stored. If the bytes are not a digest, words that no holder can have, as
+    in `functions/_slot.lua`."""
     if packed is None:
         return [0] * WORDS
     try:
@@ -162,7 +164,7 @@ def unpack_digest(packed: bytes | None) -> list[int]:
 
 
 def unpack_reach(packed: bytes) -> dict[int, int]:
-    """Positions of marked holders, by holder number (see `functions/overlap.lua`)."""
+    """The positions of marked holders, by holder number (see `functions/overlap.lua`)."""
     return {int.from_bytes(number, "big"): position for number, position in iter_unpack(_REACH, packed)}
 
 
@@ -177,21 +179,21 @@ def pack_position(position: Position | None) -> str:
 
 
 def unpack_position(stored: bytes | None) -> Position | None:
-    """Parse a stored position. None for anything else: reading then starts as in an empty store."""
+    """Parse a stored position. Returns None for anything else; reading then starts as it does in an empty store."""
     numbers = (stored or b"").split()
     return Position(*map(int, numbers)) if len(numbers) == 2 and all(one.isdigit() for one in numbers) else None
 
 
 def unpack_names(flat: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
-    """The worker of each active holder. Drops invalid entries: the scrub finds that their worker's holder is not registered,
-    and a snapshot then gives the worker a new one."""
+    """The worker of each active holder. Invalid entries are dropped: the scrub finds that the holder of such a worker is not
+    registered, and a snapshot then gives the worker a new one."""
     names: dict[bytes, str] = {}
     for holder, name in flat:
         try:
             if len(holder) == HOLDER_BYTES:
                 names[holder] = check_worker_id(name.decode())
                 continue
-        except ValueError:  # both InvalidValue and UnicodeDecodeError
+        except ValueError:  # InvalidValue and UnicodeDecodeError are both ValueErrors
             pass
         _log.report(
             "active", f"holder {holder.hex():.32} names worker {name[:64]!r}, which is not a worker id; ignored"

@@ -1,4 +1,4 @@
-"""Counts what some workers hold from the blocks themselves, in one pass over every scope of a shard."""
+"""Counts what some workers hold from the blocks themselves, in one pass over all scopes of a shard."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,27 +20,27 @@ from kvatlas.index.redis.keys import ShardKeys
 from kvatlas.index.redis.records import HolderState, unpack_incarnation
 
 CALL_COST = 350
-"""Limit of a call's work (`functions/scrub.lua`), in units of three microseconds of the store's time, whatever the values
+"""Maximum work of a call (`functions/scrub.lua`), in units that take the store three microseconds each, whatever the values
 are."""
 LOOK_BLOCKS = 300
 LOOK_ROUNDS = 10
 WORKERS_A_PASS = 16
 BLOCKS_A_PASS = 200_000
-"""Limit of blocks kept in this process during a pass (about 100 bytes each). They are kept because a scan may return an
-entry twice."""
+"""Maximum number of blocks that are kept in this process during a pass (about 100 bytes each). They are kept because a scan may
+return an entry twice."""
 MAX_TOUCHED_BLOCKS = 20_000
-"""A worker whose messages touch more blocks during a pass is not followed."""
+"""If a worker's messages touch more blocks than this during a pass, we do not try to keep up with the worker."""
 
 _FOUND = "8sBB"
 
 
 @dataclass(frozen=True, slots=True)
 class RecountResult:
-    """What a worker holds, counted from the blocks themselves: its active holder's digest words by scope.
+    """What a worker holds, counted from the blocks themselves: the digest words of its active holder, by scope.
 
-    As of (incarnation, seq). `moved`: the worker changed during the count, so the count is void. `sound`: every entry has
-    at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest words of its
-    marks; empty if there are none.
+    The result is as of (incarnation, seq). `moved`: the worker changed during the count, which is therefore void. `sound`:
+    every entry has at least one tier and no other flags, and its holder is registered as the worker's. `marks`: the digest
+    words of its marks; empty if there are none.
     """
 
     worker_id: str
@@ -53,7 +53,7 @@ class RecountResult:
 
 
 class Strays(NamedTuple):
-    """Blocks of a scope, or fields of its marks, with an entry of an unknown holder number."""
+    """Blocks of a scope, or fields of its marks, that have an entry with an unknown holder number."""
 
     scope_id: bytes
     fields: Sequence[bytes]
@@ -61,18 +61,19 @@ class Strays(NamedTuple):
 
 
 _Touched = dict[tuple[bytes, bool], set[bytes]]
-"""By (scope, about marks?): fields of marks if True, hashes of blocks if False."""
+"""By (scope, whether it is about marks): fields of marks if True, hashes of blocks if False."""
 
 
 @dataclass(slots=True)
 class WorkerCount:
-    """One worker's count, as of `state` (None: no active holder). `went_on`: the worker changed in the meantime, but
-    may be followed; `moved`: it changed in a way that can't be followed, so the count is void."""
+    """The count of one worker, as of `state` (None: it has no active holder). `went_on`: the worker changed in the meantime,
+    but the count may still catch up with it; `moved`: it changed in a way that can't be caught up with, so the count is
+    void."""
 
     worker_id: str
     state: HolderState | None = None
     stored: HolderState | None = None
-    """The last-read state; the count is compared with its digests."""
+    """The state that was read last; the count is compared with the digests in it."""
     malformed: bool = False
     """An entry has flags that are not tiers."""
     moved: bool = False
@@ -82,7 +83,7 @@ class WorkerCount:
     found: dict[bytes, dict[bytes, int]] = field(default_factory=dict)
     """By scope: hash -> flags."""
     messages: dict[tuple[int, int], list[tuple[int, bytes, bytes]]] = field(default_factory=dict)
-    """Messages noted since the pass began: (code, scope, packed hashes) of each event, by (incarnation, seq)."""
+    """Messages noted since the pass began: (code, scope, packed hashes) for each event, by (incarnation, seq)."""
     touched_blocks: int = 0
     """The number of hashes in these messages."""
     found_marks: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class WorkerCount:
 
     @property
     def scopes(self) -> set[bytes]:
-        """Scopes in which something was found."""
+        """The scopes in which something was found."""
         return self.by_scope.keys() | {scope_id for scope_id, found in self.found_marks.items() if found}
 
     def note(self, raw: wire.RawMessage) -> None:
@@ -127,8 +128,8 @@ class WorkerCount:
             self.moved = True
 
     async def catch_up(self, keys: ShardKeys, functions: IndexFunctions, server: bytes) -> None:
-        """Follow a worker that changed in the meantime: reread what its messages touched, until no message arrives.
-        Every message in between must have been noted, and the store must still be this server."""
+        """Catch up with a worker that changed in the meantime: read what its messages touched again, until no further message
+        arrives. Every message in between must have been noted, and the store must still be this server."""
         assert self.state is not None
         incarnation, read_seq = unpack_incarnation(self.state.incarnation), self.state.seq
         for _ in range(LOOK_ROUNDS):
@@ -145,7 +146,7 @@ class WorkerCount:
         self.moved = True
 
     def _noted_after(self, incarnation: int, seq: int) -> tuple[int, _Touched]:
-        """The last of the messages after seq that were noted without a gap, and what they touch."""
+        """The last of those messages after seq that were noted without a gap, and what these messages touch."""
         touched: _Touched = {}
         while (events := self.messages.get((incarnation, seq + 1))) is not None:
             seq += 1
@@ -164,8 +165,8 @@ class WorkerCount:
         of_marks: bool,
         fields: Sequence[bytes],
     ) -> tuple[int, int]:
-        """Read some blocks or marks again. Returns the worker's moment at that time; it has `moved` if it can't be
-        followed."""
+        """Read some blocks or marks again. Returns the worker's moment at that time; the worker has `moved` if the count can't
+        catch up with it."""
         function, key, packed, missing = "kvatlas_look", keys.blocks(scope_id), b"".join(fields), 0
         if of_marks:
             function, key, missing = "kvatlas_look_marks", keys.marks(scope_id), False
@@ -187,7 +188,7 @@ class WorkerCount:
         return state.moment
 
     def add_up(self) -> None:
-        """Compute digests of what was found."""
+        """Compute the digests of what was found."""
         for scope_id, found in self.found.items():
             by_tier: dict[Tier, list[bytes]] = {}
             for key, flags in found.items():
@@ -206,7 +207,8 @@ class WorkerCount:
 
 
 def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
-    """(scope, of marks?, fields) for each call that reads them again; at least one, because it also reads the digests."""
+    """(scope, whether they are marks, fields) for each call that reads them again; at least one call, because it also reads the
+    digests."""
     parts = [
         (scope_id, of_marks, ordered[at : at + LOOK_BLOCKS])
         for (scope_id, of_marks), fields in touched.items()
@@ -217,21 +219,22 @@ def _in_parts(touched: _Touched) -> list[tuple[bytes, bool, list[bytes]]]:
 
 
 class Recount:
-    """One pass for at most WORKERS_A_PASS workers of one shard: call `part` until `ended`, then `finish`; or just `complete`.
+    """One pass for at most WORKERS_A_PASS workers of one shard. Either call `part` until `ended`, then `finish`; or just call
+    `complete`.
 
-    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that come or go in the
-    meantime. So entries that a worker's messages touched are read again at the end, provided that all of these messages
+    A scan returns every entry that exists throughout, some of them twice, and perhaps entries that appear or disappear in the
+    meantime. Entries that a worker's messages touched are therefore read again at the end, provided that all of these messages
     were noted.
     """
 
     def __init__(self, keys: ShardKeys, worker_ids: Sequence[str], scope_ids: Sequence[bytes]) -> None:
-        """`scope_ids`: every known scope, even if the workers are not known to use it. Without any, the workers' states are
-        still read."""
+        """`scope_ids`: every known scope, even if the workers are not known to use it. If there are none, the workers' states
+        are read all the same."""
         self._counts = {worker_id: WorkerCount(worker_id) for worker_id in worker_ids}
         self._keys = keys
         self._scope_ids = sorted(scope_ids) or [bytes(SCOPE_ID_BYTES)]
         self._marks_of = list(self._scope_ids)
-        """Scopes whose marks are not read yet; they follow after all blocks."""
+        """Scopes whose marks have not been read yet; they are read after all blocks."""
         self._cursor: int | bytes = 0
         self._first = True
         self.server = b""
@@ -250,8 +253,8 @@ class Recount:
                     one.note(raw)
 
     async def part(self, functions: IndexFunctions) -> tuple[Strays, int]:
-        """Count a part of one scope. Returns entries of unknown holder numbers found there, and the cost of the call. If
-        the store failed over, the pass ends: every worker has `moved`."""
+        """Count a part of one scope. Returns the entries with unknown holder numbers that were found there, and the cost of the
+        call. If the store failed over, the pass ends, and every worker has `moved`."""
         of_marks, k = not self._scope_ids, self._keys
         scopes = self._marks_of if of_marks else self._scope_ids
         scope_id, counts = scopes[-1], list(self._counts.values())
@@ -282,7 +285,7 @@ class Recount:
         return Strays(scope_id, strays, of_marks), cost
 
     async def finish(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """Follow the workers that changed in the meantime, and return every worker's count."""
+        """Catch up with the workers that changed in the meantime, and return every worker's count."""
         for one in self._counts.values():
             if one.went_on and not one.moved:
                 await one.catch_up(self._keys, functions, self.server)
@@ -290,7 +293,7 @@ class Recount:
         return list(self._counts.values())
 
     async def complete(self, functions: IndexFunctions) -> list[WorkerCount]:
-        """Do the whole pass at once."""
+        """Do the whole pass in one go."""
         while not self.ended:
             await self.part(functions)
         return await self.finish(functions)

@@ -1,4 +1,4 @@
-"""Residencies of one shard's active holders, from blocks that were already read."""
+"""The residencies of one shard's active holders, taken from blocks that have already been read."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
@@ -15,7 +15,7 @@ from kvatlas.index.redis.shard_reader import ShardReader
 
 
 class ResidencyReader:
-    """The active holders are those at the time of opening. Raises Unreachable."""
+    """The active holders are those at the time when this was opened. Raises Unreachable."""
 
     def __init__(
         self, reader: ShardReader, pins: Pins, active: dict[bytes, str], marked: set[bytes], pinned: set[bytes]
@@ -29,7 +29,7 @@ class ResidencyReader:
 
     @classmethod
     async def open(cls, reader: ShardReader, pins: Pins, worker_id: str | None = None) -> Self:
-        """Open for one worker's holder, or for all."""
+        """Open a reader for one worker's holder, or for all holders."""
         active = {holder: name for holder, name in (await reader.active()).items() if worker_id in (None, name)}
         marked = active.keys() & (await reader.dropped()).keys()
         return cls(reader, pins, active, marked, await pins.holders())
@@ -46,7 +46,7 @@ class ResidencyReader:
                         yield residency
 
     async def of_blocks(self, scope: Scope, blocks: Sequence[tuple[bytes, bytes]]) -> list[Residency]:
-        """Residencies of (hash, holders value) of a scope's blocks, in their order."""
+        """The residencies in these (hash, holders value) pairs of a scope's blocks, in the same order."""
         marks = await self._reader.marks(scope.scope_id, b"".join(key for key, _ in blocks)) if self._marked else {}
         found: list[tuple[bytes, Residency]] = []
         for key, value in blocks:
@@ -68,7 +68,7 @@ class ResidencyReader:
 def residencies_of(
     scope: Scope, sequence_hash: int, worker_id: str, flags: int, sizes: BlockSizes, resumable: bool | None
 ) -> list[Residency]:
-    """One residency for each tier in an entry's flags."""
+    """One residency for each tier in the flags of an entry."""
     return [
         Residency(scope, sequence_hash, worker_id, tier, sizes.bytes_in(tier), resumable=resumable)
         for tier in tiers_of(flags)

@@ -1,8 +1,8 @@
-"""The full texts behind scope ids, in the store.
+"""The full texts behind the scope ids in the store.
 
 A process that applies messages registers the scopes that they use, at most once a second, and the store records the time. A
-scope without blocks in any shard is deleted by a call that checks that it has not been registered for a long time, so a scope
-that comes into use in the meantime stays.
+scope without blocks in any shard is deleted by a call that checks that it has not been registered for a long time. A scope that
+comes into use in the meantime therefore stays.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,12 +23,12 @@ FRESH_S = 1.0
 """Shorter than the time after which workers are doubted, so that a wiped store knows the scopes before the first
 snapshot."""
 REMEMBERED_S = 300.0
-"""Time for which this process remembers what it registered. Shorter than the time after which a scope is forgotten."""
+"""How long this process remembers what it has registered. Shorter than the time after which a scope is forgotten."""
 REMEMBERED_TEXTS = 65_536
 SCOPES_A_CALL = 200
-"""The most that `MOST_WORDS` in scope.lua allows."""
+"""As many as `MOST_WORDS` in scope.lua allows."""
 MOST_USED_SCOPES = 50_000
-"""Limit of the names of forgotten scopes that are kept for `usage`."""
+"""Maximum number of names of forgotten scopes that are kept for `usage`."""
 
 
 class ScopeRegistry:
@@ -41,11 +41,10 @@ class ScopeRegistry:
         self._fresh: set[bytes] = set()
         self._fresh_since_s = -FRESH_S
         self._used: dict[bytes, tuple[bytes, float]] = {}
-        """Scopes that this process registered within REMEMBERED_S: canonical text, and when (s)."""
+        """The scopes that this process has registered within REMEMBERED_S: canonical text, and when (s)."""
 
     async def register(self, batches: Sequence[PartitionBatch]) -> None:
-        """Write the full texts of the scopes that these messages use. Raises InvalidValue if two scopes have the same
-        id."""
+        """Write the full texts of the scopes that these messages use. Raises InvalidValue if two scopes have the same id."""
         now_s = monotonic()
         if now_s >= self._fresh_since_s + FRESH_S:
             self._fresh.clear()
@@ -65,12 +64,12 @@ class ScopeRegistry:
             fresh.update(new)
 
     async def register_again(self) -> None:
-        """Write again everything that this process registered recently, because the store may have lost it."""
+        """Write everything again that this process registered recently, because the store may have lost it."""
         await self._write({scope_id: canonical for scope_id, (canonical, _) in self._used.items()})
 
     @property
     def recent(self) -> int:
-        """Number of scopes that this process registered recently; the registry has at least as many."""
+        """How many scopes this process has registered recently; the registry has at least that many."""
         return len(self._used)
 
     async def _write(self, texts: dict[bytes, bytes]) -> None:
@@ -88,7 +87,7 @@ class ScopeRegistry:
     # ------------------------------------------------------------ reading
 
     async def scope(self, scope_id: bytes) -> Scope:
-        """The scope behind an id. Raises LayoutMismatch if it is not registered, Unreachable."""
+        """The scope behind an id. Raises LayoutMismatch if it is not registered, or Unreachable."""
         if (known := self._texts.get(scope_id)) is not None:
             return known
         canonical = await self._store.ask(self._store.client.hget(SCOPES, scope_id))
@@ -100,7 +99,7 @@ class ScopeRegistry:
         return scope
 
     async def known(self, scope_ids: Collection[bytes]) -> dict[bytes, Scope]:
-        """The scopes among these whose names are known, including forgotten ones. Raises Unreachable."""
+        """Those of these scopes whose names are known, including forgotten ones. Raises Unreachable."""
         texts: dict[bytes, bytes] = {}
         for key in (SCOPES, USAGE_SCOPES):
             missing = [scope_id for scope_id in scope_ids if scope_id not in texts]
@@ -117,9 +116,9 @@ class ScopeRegistry:
     # ------------------------------------------------------------ forgetting
 
     async def forget(self, shards: Sequence[ShardKeys], idle_s: float, usage: Sequence[UsageReader] = ()) -> int:
-        """Forget scopes that have no block in any shard and were not registered for `idle_s`, which must be far longer than
-        a call takes. Returns their number. They are also removed from the holders' lists of used scopes. The names of those
-        whose `usage` is counted are kept, up to MOST_USED_SCOPES."""
+        """Forget scopes that have no blocks in any shard and have not been registered for `idle_s`, which must be far longer
+        than a call takes. Returns how many were forgotten. They are also removed from the holders' lists of used scopes. If the
+        `usage` of a forgotten scope is counted, its name is kept, for up to MOST_USED_SCOPES scopes."""
         idle_ms = int(idle_s * 1000)
         idle = list(await self._functions.call("kvatlas_scopes_idle", [SCOPE_USES], [idle_ms, SCOPES_A_CALL]))
         if not idle:
@@ -150,7 +149,7 @@ class ScopeRegistry:
             await self._store.ask(self._store.client.hset(USAGE_SCOPES, mapping=names))
 
     async def _untouch(self, k: ShardKeys, scope_ids: Sequence[bytes]) -> None:
-        """Remove scopes from the lists of every holder that used them, one holder per call because a list may be long."""
+        """Remove scopes from the lists of every holder that used them, one holder per call, because a list may be long."""
         gone = set(scope_ids)
         for holder in await read_hash(self._store, k.holders) if gone else ():
             packed = await self._store.ask(self._store.client.hget(k.touched, holder)) or b""

@@ -10,15 +10,15 @@ from kvatlas.index.redis.recount import BLOCKS_A_PASS, WORKERS_A_PASS, Recount, 
 
 TRIES = 3
 SCOPE_COST = 10
-"""Cost of a call for a scope with few blocks."""
+"""The cost of a call for a scope with few blocks."""
 STRAYS_A_CALL = 16
 
 
 class Scrub:
-    """The progress of one shard's scrub: some workers at a time, scope by scope, a part of a scope per call.
+    """The progress of one shard's scrub, which covers some workers at a time, scope by scope, and a part of a scope per call.
 
-    A worker that changes while it is counted is followed if all its messages were noted here. If it can't be followed it is
-    counted again, alone and without pauses, up to TRIES times in total.
+    If a worker changes while it is being counted, the count catches up with it, provided that all of its messages were noted
+    here. Otherwise the worker is counted again, alone and without pauses, up to TRIES times in total.
     """
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
@@ -41,8 +41,8 @@ class Scrub:
         list_scopes: Callable[[], Awaitable[Sequence[bytes]]],
         budget_entries: int,
     ) -> ScrubResult:
-        """Scan about `budget_entries` more entries. `list_workers`: workers with an active holder, each with its number of
-        blocks by the digest; `list_scopes`: every known scope."""
+        """Scan about `budget_entries` more entries. `list_workers`: returns the workers that have an active holder, each with
+        its block count according to the digest; `list_scopes`: returns every known scope."""
         if self._pass is None and not self._queue:
             self._queue = [(worker_id, 0, blocks) for worker_id, blocks in await list_workers()]
         checked = strays = given_up = 0
@@ -73,7 +73,7 @@ class Scrub:
         return ScrubResult(checked, damaged, strays, given_up, True)
 
     def _next_pass(self, scope_ids: Sequence[bytes]) -> Recount:
-        """A pass for the workers at the queue's head: as many as fit; a worker that moved before is counted alone."""
+        """A pass for the workers at the head of the queue: as many as fit. A worker that has moved before is counted alone."""
         workers: list[str] = []
         room = BLOCKS_A_PASS
         self._tries = self._queue[0][1]
@@ -99,8 +99,8 @@ class Scrub:
         return sum([int(await functions.call(function, keys, part)) for part in parts])
 
     async def _doubt(self, functions: IndexFunctions, one: WorkerCount, server: bytes) -> bool:
-        """Mark the worker `bad`. False if it began another incarnation or was cleared in the meantime, or if this is
-        not the server on which we counted."""
+        """Mark the worker as `bad`. Returns False if it has begun another incarnation or been cleared in the meantime, or if
+        this is not the server on which we counted."""
         assert one.state is not None
         args = [one.worker_id, one.state.incarnation, one.state.holder, server, *one.scopes]
         return bool(await functions.call("kvatlas_doubt", [self._keys.workers, self._keys.touched], args))

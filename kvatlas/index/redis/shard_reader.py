@@ -1,4 +1,4 @@
-"""Reads a shard's data from the store without functions."""
+"""Reads a shard's data from the store without using functions."""
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _log = RateLimitedLog(logging.getLogger("kvatlas.index"))
 
 
 class ActiveHolder(NamedTuple):
-    """A holder that answers: its blocks by tier, and the scopes that it used, in the form of `unpack_touched`."""
+    """A holder that answers: its blocks by tier, and the scopes that it has used, in the form that `unpack_touched` returns."""
 
     number: bytes
     by_tier: Sequence[int]
@@ -57,8 +57,8 @@ class ShardReader:
         return None
 
     async def records(self, *, repair: bool = False) -> dict[str, StoredRecord]:
-        """The records of all workers, by id, except unreadable ones. With `repair`, those are deleted: their workers are then
-        unknown, and are asked for a snapshot."""
+        """The records of all workers, by id, except those that can't be read. If `repair` is set, these are deleted: their
+        workers are then unknown, and are asked for a snapshot."""
         found = await read_hash(self._store, self.keys.workers)
         records: dict[str, StoredRecord] = {}
         for worker_id, packed in found.items():
@@ -89,7 +89,7 @@ class ShardReader:
         return {holder: next(iter(packed), 0) for holder, packed in found.items()}
 
     async def marks(self, scope_id: bytes, hashes: bytes) -> dict[bytes, bytes]:
-        """The values of the marked blocks among these packed hashes."""
+        """The values of those blocks among these packed hashes that are marked."""
         keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         marks: dict[bytes, bytes] = {}
         for first in range(0, len(keys), BLOCKS_A_CALL):
@@ -108,11 +108,11 @@ class ShardReader:
         return {holder: unpack_touched(packed) for holder, packed in found.items()}
 
     async def count(self, key: str) -> int:
-        """Number of fields in a HASH. Raises Unreachable."""
+        """The number of fields in a HASH. Raises Unreachable."""
         return int(await self._store.ask(self._store.client.hlen(key)))
 
     async def scan(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:
-        """Yield some fields per call, until all that exist throughout were returned; a field may come twice. Raises
+        """Yield some fields per call, until all fields that exist throughout have been returned; a field may come twice. Raises
         Unreachable."""
         cursor = -1
         while cursor:
@@ -125,7 +125,7 @@ class ShardReader:
             yield ActiveHolder(holder, digest[0::3], await self.touched(holder))
 
     async def held(self, holder: ActiveHolder) -> dict[tuple[bytes, Tier], int]:
-        """The holder's blocks by scope and tier, without zero counts."""
+        """The holder's blocks by scope and tier, not including counts of zero."""
         places = [(scope_id, tier) for scope_id in holder.touched for tier in Tier if holder.by_tier[tier]]
         if len(holder.touched) == 1:
             return {place: holder.by_tier[place[1]] for place in places}
@@ -141,7 +141,7 @@ class ShardReader:
         return unpack_position(await self._store.ask(self._store.client.hget(self.keys.partitions, str(partition))))
 
     async def children(self, scope_id: bytes, parent: bytes) -> list[bytes]:
-        """Hashes of the blocks that follow this one (b"": roots), from the side index."""
+        """The hashes of the blocks that follow this one (b"": of the roots), from the side index."""
         packed = await self._store.ask(self._store.client.hget(self.keys.children(scope_id), parent)) or b""
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
@@ -153,7 +153,7 @@ class ShardReader:
         return bool(await self._store.ask(self._store.client.exists(self.keys.blocks(scope_id))))
 
     async def blocks(self, scope_id: bytes) -> AsyncIterator[tuple[bytes, bytes]]:
-        """(hash, holders value) of all blocks of a scope, each once. Not atomic. Raises redis' errors."""
+        """(hash, holders value) for all blocks of a scope, each once. Not atomic. Raises redis' errors."""
         seen: set[bytes] = set()  # a scan may return a field twice
         async for key, value in self._store.client.hscan_iter(self.keys.blocks(scope_id), count=BLOCKS_A_CALL):
             if key not in seen:
@@ -161,7 +161,7 @@ class ShardReader:
                 yield key, value
 
     async def block_batches(self, scope_id: bytes) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """The blocks of `blocks`, at most BLOCKS_A_CALL at a time."""
+        """The same blocks as from `blocks`, at most BLOCKS_A_CALL at a time."""
         batch: list[tuple[bytes, bytes]] = []
         async for block in self.blocks(scope_id):
             batch.append(block)
@@ -173,7 +173,7 @@ class ShardReader:
 
 
 async def read_hash(store: Store, key: str) -> dict[bytes, bytes]:
-    """Read a HASH of any size, some fields per call, so that no call takes long. The result has every field that exists
+    """Read a HASH of any size, some fields per call, so that no call takes long. The result contains every field that exists
     throughout. Raises Unreachable."""
     found: dict[bytes, bytes] = {}
     cursor = -1

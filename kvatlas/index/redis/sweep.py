@@ -1,4 +1,4 @@
-"""Frees the memory of retired holders, a part of some scopes at a time."""
+"""Frees the memory of retired holders, in a part of some scopes at a time."""
 
 from itertools import chain
 from typing import Any
@@ -9,20 +9,20 @@ from kvatlas.index.redis.records import unpack_touched
 
 HOLDERS_A_ROUND = 32
 CALL_COST = 600
-"""Limit of a call's work (`functions/sweep.lua`), in units of two microseconds of the store's time, whatever the values
+"""Maximum work of a call (`functions/sweep.lua`), in units that take the store two microseconds each, whatever the values
 are."""
 SCOPES_A_CALL = 100
 
 
 class Sweep:
-    """The progress of one shard's sweep. Losing it only costs work: a number is freed only in a call that checks that the
-    whole sweep ran on this server and that the number still belongs to the holder that was swept."""
+    """The progress of one shard's sweep. Losing it only costs work: a number is freed only in a call that checks that the whole
+    sweep ran on this server, and that the number still belongs to the holder that was swept."""
 
     def __init__(self, keys: ShardKeys, side_index: bool) -> None:
         self._keys = keys
         self._side_index = side_index
         self._holders: dict[bytes, bytes] = {}
-        """By number, the entry in the holders' hash as it was before the sweep."""
+        """For each number, the entry in the holders' hash as it was before the sweep."""
         self._scopes: list[bytes] = []
         """Scopes whose blocks are still to be swept."""
         self._marks_of: list[bytes] = []
@@ -31,7 +31,7 @@ class Sweep:
         self._server = b""
 
     async def run(self, client: Any, functions: IndexFunctions, budget: int) -> int:
-        """Look at about `budget` more entries. Returns how many retired holders are left."""
+        """Look at about `budget` more entries. Returns the number of retired holders that are left."""
         while True:
             if not self._holders and not await self._begin(client):
                 return 0
@@ -45,13 +45,13 @@ class Sweep:
                 return left
 
     async def _begin(self, client: Any) -> bool:
-        """Choose some retired holders; False if none are left."""
+        """Choose some retired holders. Returns False if there are none left."""
         k = self._keys
         numbers = list(await client.srandmember(k.retired, HOLDERS_A_ROUND))
         entries = await client.hmget(k.holders, numbers) if numbers else []
         self._holders = {number: entry or b"" for number, entry in zip(numbers, entries, strict=True)}
         scopes: set[bytes] = set()
-        for number in numbers:  # one by one: a holder may have used thousands
+        for number in numbers:  # one by one, because a holder may have used thousands of scopes
             scopes.update(unpack_touched(await client.hget(k.touched, number)))
         self._scopes = sorted(scopes)
         any_marked = any(await client.hmget(k.marked, numbers)) if numbers else False
@@ -87,7 +87,7 @@ class Sweep:
         return int(cost)
 
     async def _release(self, functions: IndexFunctions) -> int:
-        """Free the swept holders. Returns how many retired holders are left."""
+        """Free the holders that were swept. Returns the number of retired holders that are left."""
         k = self._keys
         args = [self._server, *chain.from_iterable(self._holders.items())]
         keys = [

@@ -11,7 +11,7 @@ from kvatlas.store.connection import Store
 
 SCOPES_A_CALL = 256
 TRIES = 5
-"""Maximum number of attempts: if a sweep moves a holder's usage to the spent usage in the meantime, both are read again."""
+"""Maximum number of attempts: if a sweep moves a holder's usage to the spent usage between two reads, both are read again."""
 
 Amounts = list[tuple[bytes, Tier, float]]
 """(scope id, tier, byte-seconds)"""
@@ -26,7 +26,7 @@ class UsageReader:
         self._keys = keys
 
     async def read(self) -> Amounts:
-        """The usage of all holders, including retired ones and what is already settled."""
+        """The usage of all holders, including retired ones, and the usage that has already been settled."""
         for _ in range(TRIES):
             spent = await read_hash(self._store, self._keys.spent)
             held = [
@@ -40,7 +40,7 @@ class UsageReader:
         return {field[:SCOPE_ID_BYTES] for field in await read_hash(self._store, self._keys.spent)}
 
     async def merge(self, scope_ids: Collection[bytes]) -> None:
-        """From now on, count the spent usage of these scopes without their names. At most 200."""
+        """Count the spent usage of these scopes without their names from now on. At most 200 scopes."""
         await self._functions.call("kvatlas_usage_merge", [self._keys.spent], list(scope_ids))
 
     async def _of(self, holder: bytes) -> Amounts:

@@ -1,4 +1,4 @@
-"""Restores the layout and the scopes of a store that was wiped."""
+"""Restores the layout and the scopes of a store that has been wiped."""
 
 from time import monotonic
 
@@ -9,7 +9,7 @@ from kvatlas.store.connection import Store
 
 
 class WipeRecovery:
-    """Rewrites what this writer wrote recently. Raises Unreachable, also if the store has no memory for it."""
+    """Writes again what this writer wrote recently. Raises Unreachable, also if the store has no memory for it."""
 
     def __init__(self, store: Store, registry: ScopeRegistry, layout: Layout) -> None:
         self._store = store
@@ -17,23 +17,23 @@ class WipeRecovery:
         self._layout = layout
         self._layout_id: bytes | None = None
         self._answers: int | None = None
-        """Number of the layout that answered at the last read."""
+        """The number of the layout that answered when this was last read."""
         self._checked_s = -FRESH_S
 
     @property
     def answering(self) -> bool:
-        """True if this layout was the one that answers, at the last check."""
+        """True if this layout was the one that answers when that was last checked."""
         return self._answers == self._layout.number
 
     async def check(self) -> None:
-        """`recover`, at most once a second."""
+        """Call `recover`, but at most once a second."""
         now_s = monotonic()
         if now_s >= self._checked_s + FRESH_S:
             await self.recover()
             self._checked_s = now_s
 
     async def recover(self) -> None:
-        """Write the layout if it is gone. Write the scopes if they are gone, or if the layout was created again: a second
+        """Write the layout if it is gone. Write the scopes if they are gone, or if the layout has been created again: a second
         writer may have restored only the layout."""
         with layout_errors(self._store):
             found, number = await layout_id(self._store, self._layout.number), self._layout.number

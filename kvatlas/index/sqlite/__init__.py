@@ -1,1 +1,1 @@
-"""The residency index in one process and a file: it answers from memory, and restarts with its last content."""
+"""The residency index in one process and a file: it answers from memory, and starts again with the content that it had last."""

@@ -1,4 +1,4 @@
-"""Dictionaries that track which keys changed, so that only these are written to the file, and where their rows are."""
+"""Dictionaries that track which keys have changed, so that only these are written to the file, and where their rows are."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class TrackedDict(dict[K, V]):
-    """Records every key that is set or deleted in `changed`, in order. Keys loaded by `update` are not recorded."""
+    """Records every key that is set or deleted in `changed`, in order. Keys that `update` loads are not recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,15 @@ class _Values(dict[bytes, bytes]):
 
 
 class ValuesByScope(dict[bytes, dict[bytes, bytes]]):
-    """Values by scope and key, as in the memory index; `changed` has (scope id, key) of those set or deleted, in order."""
+    """Values by scope and key, as in the memory index; `changed` lists the (scope id, key) of those that were set or deleted,
+    in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changed: dict[tuple[bytes, bytes], None] = {}
 
     def setdefault(self, scope_id: bytes, default: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        """The scope's values, tracked; `default` is empty."""
+        """The values of the scope, tracked; `default` must be empty."""
         found = self.get(scope_id)
         if found is None:
             found = self[scope_id] = _Values(scope_id, self.changed)
@@ -78,17 +79,17 @@ class ValuesByScope(dict[bytes, dict[bytes, bytes]]):
 
 
 class RowIds:
-    """The row number of each value. New values get the next numbers, so values stored together are together in the file,
-    whatever their hashes, and a change of a chain writes few pages."""
+    """The row number of each value. New values get the next numbers, so that values that are stored together are together in
+    the file, whatever their hashes are, and a change of a chain writes few pages."""
 
     def __init__(self) -> None:
         self._ids: dict[bytes, dict[bytes, int]] = {}
         self._last = 0
         self.gone: list[tuple[bytes, bytes]] = []
-        """Keys of rows that are being deleted; if that fails, they are described again."""
+        """The keys of rows that are being deleted; if that fails, they are described again."""
 
     def load(self, id: int, scope_id: bytes, key: bytes) -> None:
-        """Record a row that the file has."""
+        """Record a row that the file already has."""
         self._ids.setdefault(scope_id, {})[key] = id
         self._last = max(self._last, id)
 
@@ -108,7 +109,7 @@ class RowIds:
         return id
 
     def forget_gone(self) -> None:
-        """Drop the numbers of rows that are deleted now."""
+        """Drop the numbers of rows that have now been deleted."""
         for scope_id, key in self.gone:
             self._ids[scope_id].pop(key, None)
         self.gone.clear()
@@ -116,7 +117,7 @@ class RowIds:
 
 @contextmanager
 def keep_on_error(changed: Sequence[dict[Any, None]]) -> Iterator[None]:
-    """If the block raises, restore these records of changes: to what they had before it, plus what was added in the
+    """If the block raises, restore these records of changes to what they held before it, plus what has been added in the
     meantime."""
     before = [dict(one) for one in changed]
     try:

@@ -1,8 +1,8 @@
-"""The file of a SqliteIndex: its tables, and the rows that one transaction writes.
+"""The file of a SqliteIndex: its tables, and the rows that a transaction writes.
 
-The write-ahead log makes each transaction whole or absent, however the process ends. It is synced to disk only at
-checkpoints, so a machine that loses power may lose the last transactions. Positions go back with them, as in a store that
-lost writes.
+The write-ahead log makes each transaction whole or absent, however the process ends. It is synced to disk only at checkpoints,
+so a machine that loses power may lose the last transactions. Positions go back along with them, as in a store that has lost
+writes.
 """
 
 import os
@@ -33,7 +33,7 @@ _TABLES = {
     "positions": ("shard INTEGER, partition INTEGER", "creation_us INTEGER, seq INTEGER"),
     "numbers": ("shard INTEGER", "last INTEGER"),
 }
-"""Columns that identify a row, then the other columns. Values of holders, marks and heads are the memory index's."""
+"""The columns that identify a row, then the other columns. Values of holders, marks and heads are those of the memory index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Statements:
 _SAY = {table: _Statements.of(table, keys, others) for table, (keys, others) in _TABLES.items()}
 
 CHECKPOINT_BYTES = 4 << 20
-"""A log that reaches this size is copied into the database."""
+"""When the log reaches this size, it is copied into the database."""
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 """Header sizes of SQLite's write-ahead log and of each page in it. A page's header begins with its number, in 4 bytes."""
 
@@ -75,7 +75,7 @@ _REPLACE = "delete it; publishers' snapshots fill a new one"
 
 @dataclass(slots=True)
 class Changes:
-    """Rows that a transaction sets, and keys of rows that it deletes, by table."""
+    """The rows that a transaction sets, and the keys of the rows that it deletes, by table."""
 
     set: dict[str, list[Row]] = field(default_factory=dict)
     deleted: dict[str, list[Row]] = field(default_factory=dict)
@@ -92,7 +92,8 @@ class Changes:
 
 
 class DamagedFile(UnsuitableStore):
-    """The file's content can't be read: it is damaged, or belongs to another program. `seen`: the message without the cure."""
+    """The content of the file can't be read: it is damaged, or belongs to a different program. `seen`: the message without the
+    cure."""
 
     def __init__(self, path: Path, what: str, cure: str = _REPLACE) -> None:
         self.seen = f"index file {path}: {what}"
@@ -100,14 +101,14 @@ class DamagedFile(UnsuitableStore):
 
 
 class IndexFile:
-    """One process at a time has it open. Calls may come from any thread, one after the other."""
+    """The file may be open in one process at a time. Calls may come from any thread, but only one after another."""
 
     def __init__(self, path: Path, partitions: int | None, shards: int | None) -> None:
-        """Opens the file, or creates it. Raises DamagedFile (not our file, or damaged), UnsuitableStore (open elsewhere, or
-        it can't be opened), and LayoutMismatch."""
+        """Opens the file, or creates it. Raises DamagedFile (the file is not ours, or is damaged), UnsuitableStore (it is open
+        elsewhere, or can't be opened) or LayoutMismatch."""
         self.path = path
         self.bytes_written = 0
-        """Bytes given to the file system since the file was opened: the log, and the pages copied from it into the
+        """Number of bytes given to the file system since the file was opened: the log, and the pages copied from it into the
         database."""
         self._log = Path(f"{path}-wal")
         self._log_bytes = 0
@@ -121,7 +122,7 @@ class IndexFile:
                 raise
 
     def rows(self, table: str) -> Iterator[Row]:
-        """Every row, with the fields in the table's order. Raises DamagedFile."""
+        """Every row, with its fields in the order of the table. Raises DamagedFile."""
         with self._opening():
             yield from self._connection.execute(_SAY[table].select)
 
@@ -164,7 +165,7 @@ class IndexFile:
         self._connection.close()
 
     def _follow_log(self) -> None:
-        """Count what the log has grown by, and copy a long one into the database."""
+        """Count how much the log has grown, and copy it into the database if it is long."""
         try:
             log_bytes = self._log.stat().st_size
             self.bytes_written += log_bytes - self._log_bytes
@@ -220,7 +221,7 @@ class IndexFile:
             raise LayoutMismatch(f"index file {self.path}: version {version}; this kvatlas expects {VERSION}")
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
-        execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does it
+        execute("PRAGMA wal_autocheckpoint = 0")  # `_follow_log` does this
         [self._page_bytes] = execute("PRAGMA page_size").fetchone()
         if not tables:
             with self._transaction():

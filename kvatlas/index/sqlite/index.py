@@ -1,4 +1,4 @@
-"""The residency index of one process, kept in a file: for a router that restarts warm without a server."""
+"""The residency index of one process, kept in a file: for a router that starts warm after a restart, without a server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
@@ -23,10 +23,10 @@ from kvatlas.runtime.threads import finish_in_thread
 async def open_sqlite_index(
     path: Path | str, *, partitions: int | None = None, shards: int | None = None
 ) -> AsyncIterator["SqliteIndex"]:
-    """`async with open_sqlite_index(path) as index`: the file's content, or an empty index.
+    """`async with open_sqlite_index(path) as index`: the content of the file, or an empty index.
 
-    Partitions and shards are the file's, or 64 and 1. Raises UnsuitableStore for a file that is not ours, is damaged, or is
-    open in another process, and LayoutMismatch for another version or other partitions and shards.
+    Partitions and shards are those of the file, or else 64 and 1. Raises UnsuitableStore for a file that is not ours, is
+    damaged, or is open in another process, and LayoutMismatch for a different version or for different partitions and shards.
     """
     file = await finish_in_thread(IndexFile, Path(path), partitions, shards)
     try:
@@ -38,16 +38,16 @@ async def open_sqlite_index(
 class SqliteIndex(MemoryIndex):
     """A ResidencyIndex that answers from memory and writes every change to a file; see the protocol for its promises.
 
-    A call that changes something returns once the file has the change. Calls that wait for the file share transactions.
-    Raises Unreachable if the file can't be written. The change then already answers from memory, and is written with the
-    next one.
+    A call that changes something returns once the change is in the file. Calls that wait for the file share transactions.
+    Raises Unreachable if the file can't be written to. In that case, answers from memory already include the change, and it is
+    written together with the next one.
     """
 
     name = "sqlite"
     persistent = True
 
     def __init__(self, file: IndexFile, *, side_index: bool = True) -> None:
-        """Reads the whole file; `open_sqlite_index` does it in a thread. Raises DamagedFile."""
+        """Reads the whole file; `open_sqlite_index` does this in a thread. Raises DamagedFile."""
         super().__init__(file.partitions, file.shards, side_index=side_index)
         self._file = file
         self._writing = asyncio.Lock()
@@ -126,12 +126,12 @@ class SqliteIndex(MemoryIndex):
         await self._write_changes(self._tracked_shards)
 
     async def _write_changes(self, shards: Sequence[SqliteShard]) -> None:
-        """Write everything that changed; there is nothing left to write if an earlier transaction included it."""
+        """Write everything that has changed. Nothing is left to write if an earlier transaction included it."""
         async with self._writing:
             await self._write_changes_alone(shards)
 
     async def _write_changes_alone(self, shards: Sequence[SqliteShard]) -> None:
-        """Write the changes; only for the caller that has set `_writing`."""
+        """Write the changes. To be called only by the caller that has set `_writing`."""
         tracked = [self._tracked_scopes.changed, *(one for shard in shards for one in shard.changed)]
         with keep_on_error(tracked):
             changes = Changes()

@@ -1,4 +1,4 @@
-"""One shard of a SqliteIndex: the memory index's shard, which describes its changes as rows."""
+"""One shard of a SqliteIndex: a shard of the memory index that describes its changes as rows."""
 
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ LOADING, ACTIVE, RETIRED = "l", "a", "r"
 
 
 class SqliteShard(MemoryShard):
-    """`changed_workers`: workers whose records, or whose holders' digests, changed."""
+    """`changed_workers`: the workers whose records, or whose holders' digests, have changed."""
 
     def __init__(self, number: int, *, side_index: bool = True) -> None:
         super().__init__(side_index=side_index)
@@ -42,14 +42,14 @@ class SqliteShard(MemoryShard):
 
     @property
     def changed(self) -> list[dict[Any, None]]:
-        """The records of changes since they were last emptied."""
+        """The records of the changes since they were last emptied."""
         values = (self._blocks, self._parents, self._marks, self._heads)
         numbers = (self._holders, self._active, self._retired, self._positions, self._pins)
         return [*(one.changed for one in values), *(one.changed for one in numbers), self.changed_workers]
 
     @property
     def changed_values(self) -> list[dict[tuple[bytes, bytes], None]]:
-        """The records in `changed` that may have many entries."""
+        """Those records in `changed` that may have many entries."""
         return [one.changed for one in (self._blocks, self._parents, self._marks, self._heads)]
 
     # ------------------------------------------------------------ to the file
@@ -74,7 +74,7 @@ class SqliteShard(MemoryShard):
                 changes.put(name, (self.number, ids.of_value(scope_id, key)), (scope_id, key, value, *parent))
 
     def describe(self, changes: Changes) -> None:
-        """Add the rows of everything that changed."""
+        """Add the rows of everything that has changed."""
         self.describe_values(changes)
         for partition in self._positions.changed:
             position = self._positions.get(partition)
@@ -97,7 +97,7 @@ class SqliteShard(MemoryShard):
             changes.put("numbers", (self.number,), (self.table.last_number,))
 
     def confirm(self) -> None:
-        """Record that the last described rows are written."""
+        """Record that the rows described last have been written."""
         for ids in self._row_ids.values():
             ids.forget_gone()
 
@@ -124,7 +124,7 @@ class SqliteShard(MemoryShard):
     # ------------------------------------------------------------ from the file
 
     def load(self, file: IndexFile) -> None:
-        """Load the file's rows of this shard. Raises DamagedFile for one that can't be read."""
+        """Load this shard's rows from the file. Raises DamagedFile for a row that can't be read."""
         known: dict[bytes, bytes] = {}  # equal values are one object
         for id, scope_id, key, value, parent in file.shard_rows("blocks", self.number):
             self._row_ids["blocks"].load(id, scope_id, key)

@@ -1,4 +1,4 @@
-"""`kvatlas calibrate`: rates of the cost profile from observed requests."""
+"""`kvatlas calibrate`: fits the rates of the cost profile to observed requests."""
 
 import sys
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def calibrate_rates(
 
 
 def _read(source: str) -> Iterator[ObservedRequest]:
-    """The rows of a file. Raises OSError, and InvalidValue, naming the line."""
+    """The rows of a file. Raises OSError, or InvalidValue, whose message names the line."""
     with sys.stdin.buffer if source == STDIN else Path(source).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if number == 1 and b'"ttfts"' in line:

@@ -1,4 +1,4 @@
-"""`kvatlas record`: a fleet's request stream as a trace."""
+"""`kvatlas record`: records a fleet's request stream as a trace."""
 
 import asyncio
 from pathlib import Path
@@ -57,8 +57,8 @@ async def _follow_all(client: httpx.AsyncClient, settings: RecordSettings, recor
 
 
 async def _follow(client: httpx.AsyncClient, url: str, recorder: TraceRecorder) -> None:
-    """Follow one router until the file is full. Raises Unreachable if it was never reachable, or does not publish
-    requests."""
+    """Follow one router until the file is full. Raises Unreachable if the router has never been reachable, or does not
+    publish requests."""
     name, seen = redact_url(url), False
     while not recorder.full:
         try:

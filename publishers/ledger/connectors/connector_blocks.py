@@ -3,12 +3,13 @@
 - LMCache stores and removes chunks of several blocks under one hash. A chunk is cut into blocks of the engine's size. Its last
   block gets the chunk's hash, so that the next chunk finds its parent; the others get names derived from it. They are stored
   and removed together.
-- A shared store (Mooncake's, a file system's) evicts blocks of all its writers without reporting it. Its blocks are left out,
-  or held for a time after they were last stored. The same applies to LMCache chunks until a chunk's removal is reported: the
+- A shared store (Mooncake's, or a file system) evicts blocks of all its writers without reporting it. Its blocks are left out,
+or counted as held for some time after they were last stored. The same applies to LMCache chunks until a chunk's removal is
+reported: the
   server may have no event stream.
 - vLLM refuses to reset the device's cache while requests run, but resets its connector all the same, and reports neither
-  (`reset_prefix_cache` with `reset_connector`). Its OffloadingConnector stores only what it does not hold, so a block that it
-  stores again shows that the CPU tier was emptied since.
+(`reset_prefix_cache` with `reset_connector`). Its OffloadingConnector stores only what it does not hold, so a block that it
+stores again shows that the CPU tier has been emptied in the meantime.
 - An offloaded event may omit the adapter, salt or extra keys of its blocks, so a known hash in it keeps its block.
 """
 
@@ -29,7 +30,7 @@ _PART = b"part\x00"
 
 
 def part_name(chunk: EngineHash, part: int) -> bytes:
-    """The name of a chunk's block, other than its last."""
+    """The name of one of a chunk's blocks other than the last one."""
     return _PART + part.to_bytes(4, "big") + (chunk if isinstance(chunk, bytes) else b"%d" % chunk)
 
 
@@ -37,7 +38,7 @@ class ConnectorBlocks:
     """Connector blocks of one engine. `held(tier, group, name)`: True if the ledger counts a copy."""
 
     def __init__(self, counters: LedgerCounters, held: Callable[[Tier, int, EngineHash], bool], *, keep: bool) -> None:
-        """`keep`: hold blocks whose removals are not reported for a time; otherwise leave them out."""
+        """`keep`: hold blocks whose removals are not reported for some time; otherwise leave them out."""
         self._counters = counters
         self._held = held
         self._keep = keep
@@ -101,7 +102,7 @@ class ConnectorBlocks:
         return [(*copy, self._tick - tick) for copy, tick in self._stored_at.items()]
 
     def expire(self) -> list[EngineRemoved]:
-        """Advance by one tick. Returns removals of the blocks whose time has passed."""
+        """Advance by one tick. Returns removals for the blocks whose time has passed."""
         self._tick += 1
         due = [copy for copy, tick in self._stored_at.items() if tick + TICKS_TO_LIVE <= self._tick]
         for copy in due:
@@ -115,7 +116,7 @@ class ConnectorBlocks:
         self._stored_at = {copy: self._tick - aged.get(copy, 0) for copy in copies if copy[0] in stores}
 
     def _with_parts(self, event: EngineRemoved) -> Iterator[EngineHash]:
-        """The event's names with those of the chunks' parts, child first."""
+        """The names in the event, together with those of the chunks' parts, child first."""
         for name in event.hashes:
             yield name
             parts = 0
@@ -168,7 +169,7 @@ def _is_placeholder(event: EngineStored) -> bool:
 
 
 def _single(event: EngineStored) -> Iterator[EngineStored]:
-    """The event, split into one event per block."""
+    """Split the event into one event per block."""
     size, keys = event.block_size if event.token_ids else 0, event.extra_keys
     for at, name in enumerate(event.hashes):
         yield replace(

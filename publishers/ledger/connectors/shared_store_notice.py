@@ -28,7 +28,8 @@ VERSION = 1
 MAX_NOTICE_BYTES = 512 * 1024
 MAX_CHANGE_BLOCKS = 4_096
 _MOST_CHANGES = 128
-"""A notice of this many changes and _MOST_BLOCKS blocks is smaller than MAX_NOTICE_BYTES with any scope names."""
+"""With this many changes and _MOST_BLOCKS blocks, a notice is smaller than MAX_NOTICE_BYTES, whatever the names in its
+scopes."""
 _MOST_BLOCKS = 16_384
 
 
@@ -103,7 +104,7 @@ def _pack(*fields: Any) -> bytes:
 
 
 def _encode(change: StoreChange) -> Iterator[tuple[int, list[Any]]]:
-    """(number of blocks, fields) of each part."""
+    """(number of blocks, fields) for each part of a change."""
     match change:
         case StoredInStore(scope, hashes, parent):
             for part in _cut(hashes):
@@ -128,7 +129,7 @@ def _names(scope: Scope) -> list[str | None]:
 
 
 def decode(payload: bytes) -> StoreNotice:
-    """Decode a notice. Raises WireError, saying what is wrong, for other bytes."""
+    """Decode a notice. Raises WireError, which says what is wrong, for any other bytes."""
     try:
         raw = unpack(payload, max_bytes=MAX_NOTICE_BYTES)
     except InvalidValue as error:

@@ -36,7 +36,8 @@ REMEMBERED_BLOCKS = 65_536
 
 
 class _Place(NamedTuple):
-    """A block in its chain. `salt`: the prompts' salt, as in events. `unproven`: identified by its tokens alone."""
+    """A block in its chain. `salt`: the prompts' salt, as given in events. `unproven`: identified by its tokens
+    alone."""
 
     scope: Scope
     salt: str | None
@@ -46,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class StoreWrites:
-    """Store writes of one engine's ledger (pure). `take` returns the changes."""
+    """The store writes of one engine's ledger (pure). `take` returns the changes."""
 
     def __init__(self, counters: LedgerCounters) -> None:
         self._counters = counters
@@ -142,7 +143,7 @@ class StoreWrites:
         return place if same_salt and place.scope.adapter_id == child.adapter else None
 
     def _compute(self, event: EngineStored, at: int, before: _Place | None, *, is_root: bool) -> _Place | None:
-        """Compute a place from the event's tokens and the block before."""
+        """Compute a place from the event's tokens and the block before them."""
         if not event.token_ids or (self._resolver.uses_keys and not has_keys(event)):
             return None
         if before is None and not is_root:
@@ -163,7 +164,7 @@ class StoreWrites:
         return _Place(scope, salt, parent, packed, unproven)
 
     def _place_in(self, stretch: Stretch, name: EngineHash) -> _Place:
-        """The place of a known hash. Most hashes follow the one that was looked up last."""
+        """The place of a known hash. Most hashes directly follow the one that was looked up last."""
         at = 0
         if stretch.plain:
             before, at = self._found

@@ -12,10 +12,10 @@ from kvatlas.blocks.hashing import HASH_BYTES, pack_tokens
 from kvatlas_publishers.engine_events import EngineHash, EngineStored
 
 MAX_TOKENS = 1 << 20
-"""Limit of kept tokens, four bytes each."""
+"""Maximum number of tokens that are kept, at four bytes each."""
 
 _Step = tuple[EngineHash | None, EngineHash, str | None, str | None, str]
-"""Hash before, hash, adapter, salt, chain."""
+"""The hash before, the hash itself, adapter, salt, chain."""
 
 
 class AwaitingParent:
@@ -64,7 +64,7 @@ class AwaitingParent:
             self._forget(self._by_parent.popitem(last=False)[1])
 
     def take(self, parent: EngineHash) -> list[EngineStored]:
-        """Remove and return the events that waited for `parent`, which is now known."""
+        """Remove and return the events that were waiting for `parent`, which is now known."""
         events = self._by_parent.pop(parent, [])
         self._forget(events)
         return events
@@ -82,7 +82,7 @@ def _steps(event: EngineStored) -> Iterator[_Step]:
 
 
 def _size(event: EngineStored) -> int:
-    """Size in tokens; a hash counts as two."""
+    """The size of an event in tokens; a hash counts as two."""
     if event.sequence_hashes:
         return 2 * len(event.hashes)
     return len(event.token_ids) if event.local_hashes is None else 2 * len(event.local_hashes.hashes)

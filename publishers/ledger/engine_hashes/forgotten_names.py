@@ -9,7 +9,8 @@ from kvatlas_publishers.ledger.lineage import Lineage
 
 
 class ForgottenNames:
-    """Forgets names, and names found only after their blocks. Call `drop_unnamed` after the change was published."""
+    """Forgets names, and names found only after their blocks. Call `drop_unnamed` after the change has been
+    published."""
 
     def __init__(
         self,
@@ -17,7 +18,8 @@ class ForgottenNames:
         shared: Container[EngineHash],
         on_forgotten: Callable[[EngineHash, Block], None],
     ) -> None:
-        """`shared`: hashes that stand for several blocks. `on_forgotten`: the block is no longer held by this hash."""
+        """`shared`: hashes that stand for several blocks. `on_forgotten`: called when a block is no longer held by this
+        hash."""
         self._lineage = lineage
         self._shared = shared
         self._on_forgotten = on_forgotten
@@ -30,14 +32,14 @@ class ForgottenNames:
 
     def forget_after(self, blocks: Iterable[Block]) -> bool:
         """Forget the hashes after those of the blocks that have no hash left. If the engine later stores the same block under
-        another hash, that hash does not lead to them. False if there are none."""
+        another hash, that hash does not lead to them. Returns False if there are none."""
         later = [name for block in blocks if not block.named for name in self._names_after(block)]
         for name in later:
             self._forget(name)
         return bool(later)
 
     def drop_unnamed(self) -> None:
-        """Drop the blocks of forgotten hashes. Call it after the change was published."""
+        """Drop the blocks of forgotten hashes. Call this after the change has been published."""
         if not self._unnamed:
             return
         for block in sorted(

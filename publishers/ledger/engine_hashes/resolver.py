@@ -107,8 +107,8 @@ class BlockResolver:
         return Place(namespace, None, event.sequence_hashes)
 
     def resolve_awaiting(self, names: Sequence[EngineHash]) -> Iterator[tuple[EngineHash, Block, EngineHash | None]]:
-        """Resolve the events that waited for these hashes, which became known, even if their blocks are no longer held.
-        Yields the hashes that became known this way, with their blocks and the hashes before them."""
+        """Resolve the events that were waiting for these hashes, which have become known, even if their blocks are no
+        longer held. Yields the hashes that became known this way, with their blocks and the hashes before them."""
         lineage, parents = self._lineage, list(names)
         for name in parents:  # grows during the loop
             for event in self.awaiting.take(name):
@@ -130,7 +130,7 @@ def has_keys(event: EngineStored) -> bool:
 
 
 def with_root_salt(keys: Sequence[ExtraKeys] | None, salt: str | None) -> Sequence[ExtraKeys] | None:
-    """The keys, with `salt` inserted at its canonical place in those of the first block."""
+    """The keys, with `salt` inserted at its canonical place among those of the first block."""
     if salt is None:
         return keys
     first = list((keys[0] if keys else None) or ())

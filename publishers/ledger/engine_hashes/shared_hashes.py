@@ -62,7 +62,7 @@ class SharedHashes:
         self.by_hash[name] = {block: CertainCopies()}
 
     def restore(self, name: EngineHash, copies: dict[Block, CertainCopies]) -> None:
-        """Restore a saved hash. The first block is the one that `name` is known for."""
+        """Restore a saved hash. The first block is the one for which `name` is known."""
         for block in list(copies)[1:]:
             self._lineage.share_name(name, block)
         self.by_hash[name] = copies

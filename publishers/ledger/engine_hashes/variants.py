@@ -12,8 +12,8 @@ from kvatlas_publishers.ledger.block import Block
 
 
 class Variants:
-    """Blocks with several hashes; empty for engines without such blocks. The callers decide which hashes are held and what
-    detaching one changes."""
+    """Blocks with several hashes; empty for engines without such blocks. The callers decide which hashes are held, and
+    what changes when one is detached."""
 
     def __init__(self) -> None:
         self.names: dict[Block, dict[EngineHash, None]] = {}
@@ -25,8 +25,8 @@ class Variants:
         self._touched: dict[EngineHash, None] = {}
 
     def add(self, name: EngineHash, block: Block) -> None:
-        """Record that `name` stands for `block`, like other hashes. The children so far hang on its first hash. No child may
-        be plain."""
+        """Record that `name` stands for `block`, like other hashes. The block's existing children hang on its first hash.
+        None of them may be plain."""
         names = self.names.get(block)
         if names is None:
             (first_name,) = block.names

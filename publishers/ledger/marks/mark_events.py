@@ -17,7 +17,7 @@ _BITS_BYTES = 8
 
 
 class MarkEvents:
-    """Makes the events of one worker's marks. `digest` covers all marks published now."""
+    """Creates the events for one worker's marks. `digest` covers all marks published now."""
 
     __slots__ = ("_bits", "digest")
 
@@ -27,7 +27,7 @@ class MarkEvents:
         """Each head's bits, as published."""
 
     def make(self, change: MarkChange, events: list[IndexEvent]) -> list[IndexEvent]:
-        """The events of a change of marks, with the events of residency in the middle."""
+        """Create the events for a change of marks, with the events for residency in the middle."""
         if events and isinstance(events[0], Cleared):  # this removed the marks too
             self.digest = MarkDigest()
             self._bits.clear()
@@ -66,7 +66,7 @@ class MarkEvents:
 
 
 def _by_scope(blocks: Iterable[Stretch]) -> Iterable[tuple[bytes, bytes]]:
-    """(scope id, packed hashes) of each scope."""
+    """(scope id, packed hashes) for each scope."""
     by_scope: dict[bytes, list[Stretch]] = {}
     for block in blocks:
         by_scope.setdefault(block.namespace.scope_id, []).append(block)

@@ -2,8 +2,9 @@
 
 A block is **marked** if it is published and the engine's groups allow resuming `ResumptionRule.dropped` blocks before its end.
 A group's run is the number of consecutive blocks that it holds up to a block. It follows from the parent's run, so a batch
-costs work for the blocks it touched, and for their descendants only while runs change: at most a window, or to a chunk's end.
-A group of full attention whose blocks are larger than the resident ones has run 1 while all of them are held.
+costs work for the blocks that it touched, and for their descendants only as long as runs change: at most for a window, or up
+to the end of a chunk. A group of full attention whose blocks are larger than the resident ones has run 1 while all of them are
+held.
 
 A lookup must find the deepest marked block of a chain without checking every block. So marks are also kept by segment. The
 **head** of a mark is its ancestor whose index is a multiple of SEGMENT. It has one bit for each offset at which a block of the
@@ -29,7 +30,7 @@ from kvatlas.blocks.tiers import Tier
 from kvatlas_publishers.ledger.block import Stretch
 
 SEGMENT = 64
-"""Blocks per segment, and bits per head."""
+"""Number of blocks per segment, and of bits per head."""
 
 _RUN_BITS = 20
 """`Stretch.runs` has two fields of this many bits for each sparse group: its runs up to this block, in the device tier and in
@@ -45,7 +46,8 @@ _BY_INDEX = attrgetter("index")
 
 @dataclass(slots=True)
 class MarkChange:
-    """One batch's changes. `heads`: heads whose bits changed, with the new bits; bit 0 is the head itself."""
+    """The changes made by one batch. `heads`: heads whose bits changed, with the new bits; bit 0 stands for the head
+    itself."""
 
     unmarked: list[Stretch] = field(default_factory=list)
     marked: list[Stretch] = field(default_factory=list)
@@ -109,7 +111,7 @@ class Marks:
         return {head: _bits(offsets) for head, offsets in self._heads.items()}
 
     def settle(self, touched: Iterable[Stretch]) -> MarkChange:
-        """Bring the marks in line, for blocks that are new, announced or withdrawn, or that a sparse group gained or lost."""
+        """Update the marks for blocks that are new, announced or withdrawn, or that a sparse group has gained or lost."""
         affected = self._extend_runs(touched)
         change = MarkChange()
         marks = self._marked

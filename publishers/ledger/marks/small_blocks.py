@@ -28,7 +28,8 @@ class SmallBlocks:
         self._untied: list[Sequence[EngineHash]] = []
 
     def stored(self, hashes: Sequence[EngineHash]) -> None:
-        """Keep the hashes of one event, in order, for `tie`, which is called once the batch's anchors are known."""
+        """Keep the hashes of one event, in order, for `tie`, which must be called once the batch's anchors are
+        known."""
         self._untied.append(hashes)
 
     def tie(
@@ -60,7 +61,7 @@ class SmallBlocks:
         return self._of_anchor.get(anchor, _NONE)
 
     def forget(self, part: EngineHash) -> None:
-        """Forget a part that no group holds any longer."""
+        """Forget a part that is no longer held by any group."""
         for anchor, number in self.tied.pop(part, {}).items():
             parts = self._of_anchor[anchor]
             del parts[number]

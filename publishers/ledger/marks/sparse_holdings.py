@@ -45,7 +45,7 @@ class SparseHoldings:
 
     def store(self, event: EngineStored, holding: Holding, *, counting: bool) -> None:
         """Count copies in a group that residency does not cover. Its blocks are those that full attention stored under the same
-        hashes. Without `counting`, second copies don't count."""
+        hashes. If `counting` is False, second copies don't count."""
         counts, bit, shared, block_of = holding.counts, holding.bit, self._shared, self._block_of
         for name in event.hashes:
             count = counts.get(name, 0)
@@ -148,7 +148,7 @@ class SparseHoldings:
                 self.gain(block, bit)
 
     def _forget_part(self, part: EngineHash) -> None:
-        """Forget a hash that a group no longer holds, unless another group does."""
+        """Forget a hash that a group no longer holds, unless another group holds it."""
         if not self._is_held(part):
             self.small.forget(part)
 

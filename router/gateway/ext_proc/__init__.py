@@ -2,5 +2,5 @@
 
 ext_proc.proto    the messages; ext_proc_pb2.py is generated from it
 messages.py       reads and builds them
-stream_state.py   which messages may be sent when, on one stream
+stream_state.py   which messages may be sent on a stream, and when
 """

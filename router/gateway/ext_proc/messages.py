@@ -23,9 +23,9 @@ from kvatlas_router.gateway.ext_proc.ext_proc_pb2 import (
 from kvatlas_router.proxy.headers import RawHeaders
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""Header and metadata key of the endpoints to use, in order."""
+"""Header and metadata key for the endpoints to use, in order."""
 MOST_PIECE_BYTES = 62_000
-"""Largest piece of a body that is sent back; below Envoy's smallest usual message limit, 64 KiB."""
+"""Size of the largest piece of a body that is sent back. It is below Envoy's smallest usual message limit, 64 KiB."""
 
 _LB = "envoy.lb"
 _SUBSET_HINT = "envoy.lb.subset_hint"
@@ -49,7 +49,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
-    """The endpoints to which the gateway restricts the choice, in its order; None: no restriction.
+    """The endpoints to which the gateway restricts the choice, in the gateway's order; None: no restriction.
 
     The value is a list or comma-separated text. Any other type gives an empty subset, because a restriction was intended.
     """
@@ -64,7 +64,7 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def metadata_text(metadata: Mapping[str, Struct], namespace: str, key: str) -> str | None:
-    """A text in a namespace of dynamic metadata, or None. Dots in the key lead into nested structures."""
+    """The text under a key in a namespace of dynamic metadata, or None. Dots in the key lead into nested structures."""
     if namespace not in metadata:
         return None
     *outer, last = key.split(".")
@@ -98,7 +98,7 @@ def _text(struct: Struct, key: str) -> str | None:
 
 
 def set_destination(response: ProcessingResponse, mutation: HeaderMutation, destinations: Sequence[str]) -> None:
-    """Set the endpoints to use in both places, since gateways read either the header or the metadata."""
+    """Set the endpoints to use, both in the header and in the metadata, since gateways may read either."""
     value = ",".join(destinations)
     set_header(mutation, DESTINATION, value)
     response.dynamic_metadata.update({_LB: {DESTINATION: value}})
@@ -123,7 +123,7 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> ProcessingR
 
 
 def request_pieces(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
-    """Messages that send part of a request's body back in full duplex. `last`: it is the body's end."""
+    """Messages that send part of a request's body back in full duplex. `last`: the body ends with this part."""
     for piece, is_last in _pieces(body, last=last):
         response = ProcessingResponse()
         streamed = response.request_body.response.body_mutation.streamed_response
@@ -150,7 +150,8 @@ def _pieces(body: bytes, *, last: bool) -> Iterator[tuple[bytes, bool]]:
 
 
 def headers_only(request_body: BodySendMode) -> ProcessingMode:
-    """The mode that sends an answer's headers and trailers, not its body. With trailers, a stream lasts as long as the answer.
+    """The mode that sends an answer's headers and trailers, not its body. Because trailers are sent, a stream lasts as long as
+    the answer.
 
     Envoy heeds it only if the filter has `allow_mode_override`, and not in full duplex.
     """

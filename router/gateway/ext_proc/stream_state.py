@@ -1,11 +1,12 @@
-"""One stream of external processing as a state machine: what the gateway sent, and what may be sent back when. No I/O.
+"""One stream of external processing as a state machine: what the gateway has sent, and what may be sent back at which point.
+No I/O.
 
 A stream is one HTTP request. The request and its answer are two halves, each in the order headers, body, trailers; replies
 keep that order. In full duplex, the whole request is held until its destination is known. In the other modes each message gets
 one reply.
 
-A gateway may answer a request itself before sending it anywhere. Such an answer arrives while the request's half still waits,
-and is passed on like any other.
+A gateway may answer a request itself before sending it anywhere. Such an answer arrives while the request's half is still
+waiting, and is passed on like any other.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,15 +54,15 @@ class ResponseMode(StrEnum):
 
 
 class OutOfOrder(InvalidValue):
-    """A gateway's message that is invalid at this point of its stream."""
+    """The gateway sent a message that is invalid at this point of its stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskDestination:
     """The request needs a destination; call `forward` next, or end the stream with a refusal.
 
-    `body=None`: it was not waited for. `too_long`: refuse the request, because an engine must not get a body that was not read
-    here.
+    `body=None`: the body was not waited for. `too_long`: refuse the request, because an engine must not get a body that has
+    not been read here.
     """
 
     head: RequestHead
@@ -72,7 +73,7 @@ class AskDestination:
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
     """The answer's headers arrived; call `pass_head` next. `served`: the endpoint that answered, if the gateway names it.
-    `upstream`: the same from a standard attribute of Envoy. `over`: no body follows."""
+    `upstream`: the same, taken from a standard Envoy attribute. `over`: no body follows."""
 
     status: int
     headers: RawHeaders
@@ -83,7 +84,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A part of the answer arrived; call `pass_part` next. `over`: it is the last."""
+    """A part of the answer arrived; call `pass_part` next. `over`: it is the last part."""
 
     body: bytes
     over: bool
@@ -101,7 +102,7 @@ class _Phase(Enum):
     WAITING = auto()
     """Request only: arriving parts are kept until `forward` answers them."""
     PASSING = auto()
-    """Arriving parts are sent back at once."""
+    """Arriving parts are sent back immediately."""
     OVER = auto()
 
 
@@ -126,12 +127,12 @@ class StreamState:
 
     @property
     def request_over(self) -> bool:
-        """True if the whole request was sent back."""
+        """True if the whole request has been sent back."""
         return self._request is _Phase.OVER or (self._request is _Phase.PASSING and self.request_mode == NONE)
 
     @property
     def answer_over(self) -> bool:
-        """True if every part of the answer that the gateway sends was sent back."""
+        """True if every part of the answer that the gateway sends has been sent back."""
         return self._answer is _Phase.OVER
 
     @property
@@ -159,7 +160,7 @@ class StreamState:
             case "response_trailers":
                 return self._answer_trailers()
             case None:
-                return iter(())  # a kind of message newer than this code
+                return iter(())  # a kind of message that is newer than this code
             case other:
                 raise OutOfOrder(f"unknown message {other}")
 
@@ -262,7 +263,7 @@ class StreamState:
         return AnswerHead(status, headers, read_served(message), read_upstream(message), over)
 
     def pass_head(self, headers: Mapping[str, str], *, changes_length: bool = False) -> ProcessingResponse:
-        """The reply to an answer's headers. `headers` are added. `changes_length`: the body will have another length."""
+        """The reply to an answer's headers. `headers` are added. `changes_length`: the body's length will change."""
         response = ProcessingResponse()
         response.response_headers.response.SetInParent()
         mutation = response.response_headers.response.header_mutation

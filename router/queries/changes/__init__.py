@@ -1,6 +1,6 @@
-"""Changes of the index, for programs that keep a copy of it.
+"""Changes to the index, for programs that keep a copy of it.
 
-change.py    pure: what a change is, and how workers' messages become changes that one tenant may see
+change.py    pure: defines a change, and turns workers' messages into changes that one tenant may see
 snapshot.py  the blocks held now, as changes
-follow.py    a snapshot and then the stream, or the stream from a position
+follow.py    yields a snapshot and then the stream, or the stream from a position on
 """

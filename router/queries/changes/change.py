@@ -1,6 +1,6 @@
 """Workers' messages as changes that one tenant may see.
 
-A copy keeps each worker's incarnation and blocks, and during a snapshot of the worker a second set of blocks:
+A copy keeps each worker's incarnation and blocks and, during a snapshot of the worker, a second set of blocks:
 
     snapshot  blocks that a worker has now; `aside`: they belong to the second set
     begin     an empty second set begins
@@ -13,12 +13,12 @@ A copy keeps each worker's incarnation and blocks, and during a snapshot of the 
     gone      the worker has no blocks until its next begin
     live      the snapshot is over; changes follow
 
-Marks matter for a worker whose `dropped` is a number: its engine (of a hybrid model) resumes a prompt only at a marked block,
-and then reuses all blocks up to that one but the last `dropped`. Each set has its own marks. `dropped` null: the engine resumes
-after any block.
+Marks matter for a worker whose `dropped` is a number: its engine, which runs a hybrid model, resumes a prompt only at a marked
+block, and then reuses all blocks up to that one except for the last `dropped`. Each set has its own marks. `dropped` null: the
+engine resumes after any block.
 
-Drop changes of a lower incarnation than the worker's; a higher one starts with a begin. Changes may be repeated, along with all
-that followed them, which is harmless because each sets a state. An end without a second set changes nothing.
+Drop changes whose incarnation is lower than the worker's; a higher one starts with a begin. Changes may be repeated, along with
+all that followed them, which is harmless because each sets a state. An end without a second set changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,15 +58,16 @@ class View:
     sees: Callable[[str], bool] = lambda _: True
 
     def includes(self, scope: Scope) -> bool:
-        """True for the caller's own blocks, including those of its cache salts."""
+        """True for the caller's own blocks, including those with its cache salts."""
         is_own = scope.tenant_id == self.tenant_id or scope.tenant_id.startswith(self.tenant_id + PART_MARK)
         return is_own and self.may_use(scope.adapter_id or scope.model_id)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """`seq=None`: not known yet. `shown`: the caller knows of it. `aside`: a snapshot of it is under way. `doubted`: for the
-    caller, it is gone until a higher incarnation begins. `dropped`: as a field of changes; empty: the caller knows it."""
+    """A worker, as far as the caller knows it. `seq=None`: not known yet. `shown`: the caller knows of the worker. `aside`:
+    a snapshot of it is under way. `doubted`: for the caller, the worker is gone until a higher incarnation begins.
+    `dropped`: the value to send as a field of changes; empty: the caller already knows it."""
 
     incarnation: int
     seq: int | None = None
@@ -78,7 +79,8 @@ class _Worker:
 
 @dataclass(slots=True)
 class ChangeReader:
-    """Reads the stream's messages in order for one caller. Messages that the index does not apply give no changes."""
+    """Reads the stream's messages in order for one caller. Messages that the index does not apply result in no
+    changes."""
 
     view: View
     _workers: dict[str, _Worker] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class ChangeReader:
         return [change for event in events for change in self._of_event(worker, event, scopes, raw[wire.SCOPES])]
 
     def gone(self, worker_id: str, incarnation: int) -> bool:
-        """Record that the index closed this incarnation. True if that is news to the caller."""
+        """Record that the index closed this incarnation. Returns True if that is news to the caller."""
         worker = self._workers.get(worker_id)
         if not self.view.sees(worker_id) or (worker is not None and worker.incarnation > incarnation):
             return False
@@ -122,7 +124,8 @@ class ChangeReader:
         return is_news
 
     def _doubt(self, worker: _Worker) -> list[dict[str, Any]]:
-        """Handle a missing message. The index asks the worker for a snapshot; until then, a copy has no blocks of it."""
+        """Handle a missing message. The index asks the worker for a snapshot; until it arrives, a copy has none of the
+        worker's blocks."""
         is_news = not worker.doubted
         worker.doubted = True
         return [{"kind": "gone"}] if is_news and worker.shown else []
@@ -160,7 +163,7 @@ def hash_texts(packed: bytes) -> list[str]:
 
 
 def scope_fields(scope: Scope, sizes: BlockSizes, tier: Tier) -> dict[str, Any]:
-    """A change's fields that describe its blocks in a tier."""
+    """The fields of a change that describe its blocks in a tier."""
     return {
         "model_id": scope.model_id,
         "tokenizer_id": scope.tokenizer_id,
@@ -177,7 +180,7 @@ def position_text(position: Position) -> str:
 
 
 def read_position(text: str) -> Position:
-    """Raises InvalidValue."""
+    """Read a position. Raises InvalidValue."""
     creation, _, seq = text.partition("-")
     if not (creation.isdecimal() and seq.isdecimal() and len(text) <= 64):
         raise InvalidValue(f"position {text!r:.80}; expected the id of a change")

@@ -1,8 +1,8 @@
-"""A snapshot and then the changes, or the changes from a position, for one caller at a time.
+"""A snapshot followed by the changes, or the changes from a position on, for one caller at a time.
 
 Each follower has its own JetStream consumer, which fetches more only as the follower reads. So a slow follower costs nothing
-here; it gets an error once the stream no longer has its position. Any replica of the index server can continue where another
-one stopped.
+here; once the stream no longer has its position, it gets an error. Any replica of the index server can continue where
+another one stopped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from kvatlas_router.queries.changes.snapshot import read_snapshot
 
 MOST_FOLLOWERS = 64
 MOST_OF_TENANT = 16
-"""Maximum number of followers of one tenant, if there are several tenants."""
+"""Maximum number of followers for one tenant, if there are several tenants."""
 LOOK_S = 1.0
 """Interval at which the index is checked for workers that it has closed, since the stream does not report them."""
 
@@ -49,7 +49,7 @@ class PositionLost(KvatlasError):
 
 
 class TooManyFollowers(KvatlasError):
-    """This process already serves as many followers as it can, or as a tenant may have."""
+    """This process already serves as many followers as it can, or as many as the tenant may have."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Counters:
 
 @dataclass(slots=True)
 class ChangeStreams:
-    """All followers of this process. NATS is connected for the first one."""
+    """All followers of this process. The connection to NATS is opened for the first one."""
 
     store: Store
     nats: NatsAccess
@@ -76,7 +76,7 @@ class ChangeStreams:
         """Yield changes until the stream's consumer is lost, and None about every LOOK_S while there are none. `after=None`:
         start with a snapshot.
 
-        Raises PositionLost, TooManyFollowers, Unreachable and KvatlasError before the first change.
+        Raises PositionLost, TooManyFollowers, Unreachable or KvatlasError before the first change.
         """
         if self.followers >= MOST_FOLLOWERS:
             raise TooManyFollowers(f"{MOST_FOLLOWERS} followers are served here already")
@@ -162,7 +162,8 @@ class ChangeStreams:
                 lost.cancel()
 
     async def _closed(self, shards: Sequence[ShardReader]) -> list[tuple[str, int]]:
-        """(worker, incarnation) of workers that hold nothing according to the index; read once a second for all followers."""
+        """(worker, incarnation) for each worker that holds nothing according to the index; read once a second for all
+        followers."""
         if monotonic() - self._records_at_s >= LOOK_S:
             self._records_at_s = monotonic()
             self._records = {id: one for shard in shards for id, one in (await shard.records()).items()}

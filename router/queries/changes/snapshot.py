@@ -17,8 +17,8 @@ from kvatlas_router.queries.changes.change import Change, ChangeReader, scope_fi
 async def read_snapshot(
     readers: Sequence[ShardReader], scopes: Mapping[bytes, Scope], reader: ChangeReader
 ) -> AsyncIterator[Change]:
-    """Read a snapshot. The snapshot does not show a single moment: apply the stream's messages after a position taken before
-    it (`store_copy`). Records the workers in `reader`. Raises Unreachable."""
+    """Read a snapshot. The snapshot does not show a single moment, so apply the stream's messages from a position taken
+    before it (`store_copy`). Records the workers in `reader`. Raises Unreachable."""
     for shard in readers:
         places: dict[bytes, tuple[str, int, bool]] = {}
         dropped = await shard.dropped()
@@ -68,7 +68,7 @@ async def _nothing() -> AsyncIterator[dict[bytes, bytes]]:
 
 
 def _marked_by(marks: Mapping[bytes, bytes], places: Mapping[bytes, object]) -> dict[bytes, list[str]]:
-    """The marked blocks of each holder. Heads, which are in the same table, only help to look marks up."""
+    """The marked blocks of each holder. Heads are in the same table, but only help to look marks up."""
     found: dict[bytes, list[str]] = defaultdict(list)
     for key, value in marks.items():
         if len(key) == HASH_BYTES:

@@ -1,6 +1,6 @@
-"""The radix index that SGLang's model gateway (SMG) asks: who holds a prompt of block hashes.
+"""The radix index that SGLang's model gateway (SMG) asks which workers hold a prompt of block hashes.
 
-    Subscribe   a stream of queries; each is answered by one match with its id, in any order. What can't be answered (another
+    Subscribe   a stream of queries; each is answered by one match with its id, in any order. Others (another
                 model, raw text, the store is down) gets an empty match: the gateway then chooses by load.
     Publish     the gateway's guesses about where prompts are now, and its workers. They are acknowledged and not used, because
                 publishers follow the engines' own events.
@@ -42,8 +42,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RadixIndex:
-    """`caller`: proves who opened a stream; aborts it otherwise. `prove`: proves it for one query, because a key may be
-    withdrawn while the stream is open. `admitted`: one query of a caller, within its limits."""
+    """`caller`: proves who opened a stream; aborts it otherwise. `prove`: proves it again for one query, because a key
+    may be withdrawn while the stream is open. `admitted`: admits one query of a caller within its limits."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class RadixIndex:
         )
         matches, _ = await self._api.find(await self._api.prompt_of(question, caller))
         blocks: dict[str, int] = {}
-        for match in matches:  # deepest first, because only the deepest of an engine's ranks at one address is kept
+        for match in matches:  # deepest first: of an engine's ranks at one address, only the deepest is kept
             if match.endpoint.url and match.block_size == keyspace.block_size:
                 blocks.setdefault(match.endpoint.url, match.held.tokens // keyspace.block_size)
         return [
@@ -136,5 +136,5 @@ class RadixIndex:
 
 
 def _is_served(keyspace: Keyspace) -> bool:
-    """True for the hashes that we know; 0 means the first scheme."""
+    """True for the hash schemes that we know; 0 means the first one."""
     return keyspace.hash_scheme in (0, HASH_SCHEME)

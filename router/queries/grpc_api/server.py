@@ -39,13 +39,14 @@ from kvatlas_router.tenancy.refusals import ForeignTenant, KeysUnknown, Unproven
 SERVICE = "kvatlas.index.v1.Index"
 SGLANG_SERVICE = "kv_indexer.v1.KVIndexer"
 MODEL_KEY = "x-kvatlas-model"
-"""Metadata with the model, since SGLang's queries name none. Without it, the fleet must serve only one model."""
+"""Metadata key for the model, since SGLang's queries don't name one. Without it, the fleet must serve only one
+model."""
 MOST_MESSAGE_BYTES = 3 * MAX_TOKENS
 """Token ids below 2^21 take at most 3 bytes. Longer messages would delay others while they are decoded."""
 MOST_STREAMS = 64
-"""Maximum concurrent calls per connection; the client holds back any beyond that."""
+"""Maximum concurrent calls per connection; the client holds back any further ones."""
 LOST_S = 60
-"""Time without a byte after which a client is pinged."""
+"""A client is pinged if it has sent nothing for this many seconds."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 _STATUS: Mapping[type[KvatlasError], grpc.StatusCode] = {
@@ -64,7 +65,7 @@ A = TypeVar("A")
 
 
 class GrpcServer:
-    """`port`: the bound port. `refused`: counters of its connections."""
+    """`port`: the bound port. `refused`: counts the connections that it refused."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class GrpcServer:
         listener: Listener,
         credentials: grpc.ServerCredentials | None,
     ) -> None:
-        """`entrance=None`: all callers belong to the one tenant. `listener`: the port. `credentials=None`: plain text."""
+        """`entrance=None`: all callers belong to the only tenant. `listener`: the port. `credentials=None`: plain
+        text."""
         self._api = api
         self._entrance = entrance
         self._credentials = credentials
@@ -129,7 +131,7 @@ class GrpcServer:
         await self._door.stop()
 
     def _answering(self, answer: Callable[[Q, Caller, Context], Awaitable[A]]) -> Callable[[Q, Context], Awaitable[A]]:
-        """Wrap a handler, so that its errors become a status with one line."""
+        """Wrap a handler so that each of its errors becomes a status with a one-line message."""
 
         async def handle(request: Q, context: Context) -> A:
             try:
@@ -144,7 +146,7 @@ class GrpcServer:
         return handle
 
     async def _proven_caller(self, context: Context) -> Caller:
-        """The caller of a stream. The stream ends with one line if the caller proves nothing."""
+        """The caller of a stream. If the caller proves nothing, the stream ends with a one-line error."""
         try:
             return await self._caller(context)
         except tuple(_STATUS) as error:
@@ -159,7 +161,7 @@ class GrpcServer:
 
     @asynccontextmanager
     async def _admitted(self, caller: Caller, request: Any) -> AsyncIterator[None]:
-        """One query of this caller, within its limits. Raises OverLimit and InvalidValue."""
+        """Admit one query of this caller within its limits. Raises OverLimit or InvalidValue."""
         if self._entrance is None:
             yield
             return
@@ -217,7 +219,7 @@ class GrpcServer:
         return OverlapResponse(holders=holders)
 
     async def _follow(self, request: FollowRequest, context: Context) -> AsyncIterator[GrpcChange]:
-        """Like `/kvatlas/changes`. gRPC itself notices a lost client, and waits for a slow one."""
+        """Like `/kvatlas/changes`. gRPC itself notices if a client is lost, and waits for a slow one."""
         try:
             after = read_position(request.position) if request.position else None
             caller = await self._caller(context)
@@ -235,8 +237,8 @@ class GrpcServer:
     async def _match(
         self, request: MatchExternalKvPrefixRequest, caller: Caller, context: Context
     ) -> MatchExternalKvPrefixResponse:
-        """Match by the engine's own hashes if these key the workers' blocks, otherwise by sequence hashes. Workers without an
-        address are left out, since the gateway knows workers by their URLs."""
+        """Match by the engine's own hashes if the workers' blocks are keyed by them, otherwise by sequence hashes. Workers
+        without an address are left out, since the gateway knows workers by their URLs."""
         model = next((_to_bytes(v).decode() for k, v in context.invocation_metadata() or () if k == MODEL_KEY), None)
         hashes = await asyncio.to_thread(read_hashes, request.hashes)
         if request.max_blocks:

@@ -32,11 +32,12 @@ class BlockAllocator:
         return self._pool.reserved_blocks
 
     def __contains__(self, block_id: object) -> bool:
-        """True if the block is handed out."""
+        """True if the block has been handed out."""
         return isinstance(block_id, int) and 0 <= block_id < len(self._pool) and self._pool[block_id].references > 0
 
     def allocate(self, blocks: int) -> list[int]:
-        """Hand out this many blocks, those freed earliest first. Raises InsufficientBlocks if there are fewer."""
+        """Hand out this many blocks, starting with those that were freed earliest. Raises InsufficientBlocks if there
+        are fewer."""
         if blocks < 0:
             raise InvalidValue(f"blocks is {blocks}; expected at least 0")
         if blocks > self.free_blocks:
@@ -57,5 +58,6 @@ class BlockAllocator:
             self._pool.give_back(block)
 
     def defragment(self) -> dict[int, int]:
-        """Give the blocks that are handed out the lowest ids. Returns new ids by old ones, for the caller's tables."""
+        """Give the blocks that are handed out the lowest ids. Returns the new ids by the old ones, for the caller's
+        tables."""
         return self._pool.compact()

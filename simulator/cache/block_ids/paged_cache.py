@@ -21,7 +21,7 @@ from kvatlas_simulator.cache.geometry import KVGeometry
 @dataclass(slots=True)
 class PagedCacheStats:
     """Counters since the start. Hits: prefixes found and shared; misses: failed lookups. All others count blocks;
-    `allocations` leaves out copies."""
+    `allocations` does not include copies."""
 
     allocations: int = 0
     deallocations: int = 0
@@ -39,7 +39,8 @@ class PagedCacheStats:
 
 @dataclass(slots=True)
 class _Held:
-    """A block that is handed out: the number of tables and prefixes that hold it, its tokens, and its history in ticks."""
+    """A block that has been handed out, with the number of tables and prefixes that hold it, its tokens, and its history
+    in ticks."""
 
     references: int
     tokens: int
@@ -92,8 +93,8 @@ class PagedCache:
 
     @property
     def fragmentation(self) -> float:
-        """Share of partial blocks among all blocks of sequences; a shared block counts for each of its sequences. 0 if there
-        are no blocks. `KVCache.stats().fragmentation` counts empty slots instead."""
+        """Share of partial blocks among all blocks of sequences; a shared block counts once for each of its sequences. 0 if
+        there are no blocks. `KVCache.stats().fragmentation` counts empty slots instead."""
         sizes = [self._held[block_id].tokens for table in self._tables.values() for block_id in table]
         return sum(tokens < self.block_size for tokens in sizes) / len(sizes) if sizes else 0.0
 
@@ -157,7 +158,7 @@ class PagedCache:
             self.stats.deallocations += 1
 
     def share_prefix(self, source: SequenceId, target: SequenceId, blocks: int) -> None:
-        """Append a sequence's first blocks to another sequence, which may be new. Raises SequenceNotFound, and InvalidValue if
+        """Append a sequence's first blocks to another sequence, which may be new. Raises SequenceNotFound, or InvalidValue if
         there are fewer."""
         table = self._tables.get(source)
         if table is None:
@@ -185,7 +186,7 @@ class PagedCache:
         self._prefixes[prefix_hash] = tuple(block_ids)
 
     def forget_prefix(self, prefix_hash: int) -> bool:
-        """Stop keeping a prefix. False if it was not registered."""
+        """Stop keeping a prefix. Returns False if it was not registered."""
         blocks = self._prefixes.pop(prefix_hash, None)
         for block_id in blocks or ():
             self._release(block_id)

@@ -1,4 +1,4 @@
-"""Gateways' policies, as their projects ship them: SGLang's router, and the scorers of the inference extension and of llm-d.
+"""Gateways' policies, as shipped by their projects: SGLang's router, and the scorers of the inference extension and of llm-d.
 
 All but llm-d's guess an engine's cache from the requests sent to it: they remember those prefixes, and drop the least recently
 used ones first.
@@ -28,11 +28,11 @@ class SentPrefixes:
         return len(self._blocks)
 
     def matched(self, chain: Sequence[bytes]) -> int:
-        """Number of a prompt's leading blocks that were sent there."""
+        """Number of a prompt's leading blocks that were sent to the engine."""
         return next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
 
     def add(self, chain: Sequence[bytes]) -> None:
-        """Record a prompt that was sent there. Its tail is dropped first."""
+        """Record a prompt that was sent to the engine. Its tail is dropped first."""
         for block in reversed(chain):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -55,7 +55,7 @@ class SglangRouter(OpenRequests):
 
     If open requests differ by more than BALANCE_ABS and by a factor of more than BALANCE_REL: the engine with the fewest.
     Otherwise an engine with the longest match, if that is more than CACHE_THRESHOLD of the prompt; failing that, the engine
-    with the fewest open requests. Ties go to the first engine. Its trees hold 2^26 characters, here 4 per token.
+    with the fewest open requests. Ties go to the first engine. Its trees hold 2^26 characters; here, a token counts as 4.
     `tests/benchmarks/test_rivals.py` compares it with the wheel.
     """
 
@@ -94,12 +94,12 @@ class SglangRouter(OpenRequests):
 
 
 class InferenceExtension(OpenRequests):
-    """The endpoint picker of the Gateway API inference extension with its default scorers: 3 x the matched part of the
-    prompt, 2 x the shortness of the queue, 2 x the free part of the cache.
+    """The endpoint picker of the Gateway API inference extension with its default scorers: 3 × the matched part of the prompt,
+    2 × the shortness of the queue, 2 × the free part of the cache.
 
     It matches at most 256 blocks of 64 characters (16 tokens), and remembers as many blocks as an engine reports (`autoTune`).
-    It reads engines' metrics every 50 ms; here it sees current values, which favors it. `MOST_TOKENS` 0: no such bound.
-    Source: kubernetes-sigs/gateway-api-inference-extension, prefix plugin (`DefaultMaxPrefixBlocks`).
+    It reads engines' metrics every 50 ms; here it sees current values, which favors it. `MOST_TOKENS` 0: there is no such
+    bound. Source: kubernetes-sigs/gateway-api-inference-extension, prefix plugin (`DefaultMaxPrefixBlocks`).
     """
 
     WEIGHTS = (3.0, 2.0, 2.0)
@@ -147,8 +147,8 @@ class UnboundedExtension(InferenceExtension):
 
 
 class LlmD(InferenceExtension):
-    """llm-d's scheduler with its configuration for precise prefixes: 2 x what the engines' events say, from 0 for the
-    fewest blocks held by any holder to 1 for the most, 1 x the shortness of the queue, 1 x the free part of the cache.
+    """llm-d's scheduler with its configuration for precise prefixes: 2 × what the engines' events say (from 0 for the
+    fewest blocks held by any holder to 1 for the most), 1 × the shortness of the queue, 1 × the free part of the cache.
 
     Source: llm-d-inference-scheduler, deploy/config/epp-precise-prefix-cache-config.yaml and pkg/plugins/scorer.
     """
@@ -167,4 +167,4 @@ class LlmD(InferenceExtension):
         return [((held[number] - fewest) / span if span else 1.0) if number in held else 0.0 for number in up]
 
     def _remember(self, request: LabRequest, chosen: int) -> None:
-        """Does nothing, because events do that."""
+        """Do nothing, because events do that."""

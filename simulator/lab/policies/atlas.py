@@ -1,5 +1,6 @@
 """kvatlas: the router's own lookup, pricing, reservations and learned rates, on the index that events fill."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,14 +20,25 @@ from kvatlas.fleet.records import (
 from kvatlas.identity import pool_id
 from kvatlas.index.memory.index import MemoryIndex
 from kvatlas.request import Slo
-from kvatlas.reservations import Booking, LoadReport, MemoryReservations, Outcome, WorkerReport
+from kvatlas.reservations import (
+    Booking,
+    LoadReport,
+    MemoryReservations,
+    MustWait,
+    Outcome,
+    QueueIsFull,
+    Turns,
+    WorkerReport,
+)
 from kvatlas.reservations.protocol import ID_BYTES
+from kvatlas_router.admission.queue import QueueSettings
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.engine_metrics import EngineMetrics, read_true_load
 from kvatlas_simulator.lab.event_path import finish
 from kvatlas_simulator.lab.policies.engine_names import worker_name
-from kvatlas_simulator.lab.policies.protocol import REFUSED, LabFetch, LoadBlind
+from kvatlas_simulator.lab.policies.protocol import REFUSED, WAITS, LabFetch, LoadBlind
+from kvatlas_simulator.lab.policies.waiting_requests import WaitingRequests
 from kvatlas_simulator.lab.requests import MODEL, LabRequest
 from router_client.booking.booker import evaluate_without_bookings
 from router_client.decision.case import Case
@@ -64,7 +76,8 @@ class AtlasSettings:
     and once a second from the others'. `true_loads`: each choice sees the current loads and queues; `true_rates`: prices are
     the engines' step costs, and nothing is learned. `fetches`: engines fetch KV from each other; `priorities`: their queues
     are ordered by `engine_priority`, not by arrival. `slo`: the effect of the objective; `sheds`: requests that are advised to
-    be shed are refused."""
+    be shed are refused. `slots`: engines report their request slots. `queue`: while every engine is full, requests wait, unless
+    None: in the pool's queue if bookings are `shared`, otherwise in each router's own queue."""
 
     booking: BookingSettings = field(default_factory=BookingSettings)
     learning: bool = True
@@ -78,6 +91,8 @@ class AtlasSettings:
     priorities: bool = False
     slo: SloMode = SloMode.TOLD
     sheds: bool = False
+    slots: bool = False
+    queue: QueueSettings | None = None
 
 
 class _Clock:
@@ -89,8 +104,9 @@ class _Router:
 
     pool: Pool
 
-    def __init__(self, name: str, book: MemoryReservations, rates: EngineRates) -> None:
-        self.name = name
+    def __init__(self, number: int, book: MemoryReservations, rates: EngineRates) -> None:
+        self.number = number
+        self.name = f"r{number}"
         self.book = book
         self.rates = PoolRates(EngineProfile(rates))
         self.lengths = OutputLengths()
@@ -98,7 +114,8 @@ class _Router:
 
 @dataclass(slots=True)
 class _Open:
-    """An open request: its router, when it was chosen, the results, and the duration of a decode step at its first token."""
+    """An open request: its router, when it was chosen, the results, and the duration of a decode step at the time of its
+    first token."""
 
     router: "_Router"
     prompt: Prompt
@@ -114,7 +131,7 @@ class Atlas(LoadBlind):
     def __init__(
         self, engines: Sequence[VirtualEngine], index: MemoryIndex, cost: StepCost, settings: AtlasSettings
     ) -> None:
-        """`cost`: for the times between tokens, which a client would measure."""
+        """`cost`: needed for the times between tokens, which a client would measure."""
         self._engines = engines
         held = index if settings.events else MemoryIndex()
         self._index = held if settings.marks else ResidencyOnly(held)
@@ -130,10 +147,11 @@ class Atlas(LoadBlind):
             MemoryReservations(lambda: self._clock.now_us) for _ in range(1 if settings.shared else settings.replicas)
         ]
         rates = _rates_of(cost) if settings.true_rates else EngineRates()
-        self._routers = [_Router(f"r{i}", books[i % len(books)], rates) for i in range(settings.replicas)]
+        self._routers = [_Router(i, books[i % len(books)], rates) for i in range(settings.replicas)]
         self._open: dict[int, _Open] = {}
         self._turn = 0
-        self._metrics = EngineMetrics()
+        self._metrics = EngineMetrics(slots=settings.slots)
+        self._waiting = None if settings.queue is None else WaitingRequests(settings.replicas, settings.queue)
         self._last: RankedResults | None = None
         self._fetches = Fetches(lambda: self._clock.now_us / 1e6)
         self._read_records(1)
@@ -144,8 +162,11 @@ class Atlas(LoadBlind):
         self._clock.now_us = round(now_us)
         if self._settings.true_loads:
             self._report_loads(round(now_us))
-        router = self._routers[self._turn % len(self._routers)]
-        self._turn += 1
+        waiting = None
+        if self._waiting is not None and (waiting := self._waiting.row(request, now_us)) is None:
+            self._waiting.remove(request, now_us)
+            return REFUSED
+        router = self._router_of(request)
         chain = request.prompt_chain(self._block_tokens)
         scope, tokens = request.identity.scope, request.input_tokens
         prompt = Prompt.of_hashes(scope, chain, self._block_tokens, input_tokens=tokens, slo=_SLO)
@@ -167,8 +188,16 @@ class Atlas(LoadBlind):
                 ask,
                 longest_us,
                 longest_us,
+                waiting=waiting,
             )
-            evaluation = router.book.book_now(POOL, booking)
+            try:
+                evaluation = router.book.book_now(POOL, booking)
+            except MustWait:
+                assert self._waiting is not None
+                self._waiting.add(request, router.number, now_us)
+                return WAITS
+            except QueueIsFull:
+                return REFUSED
             if evaluation is None:
                 raise RuntimeError(f"booking {request.number} was cancelled")
         else:
@@ -182,9 +211,36 @@ class Atlas(LoadBlind):
         if self._settings.sheds and advise(results, _SLO, self._router_settings.limits.shed_factor) is Advice.SHED:
             router.book.release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.CALLED_OFF)
             return REFUSED
+        if self._waiting is not None:
+            self._waiting.remove(request, now_us)
         self._last = results
         self._open[request.number] = _Open(router, prompt, now_us, results, IN_FLIGHT in results[0].cost.kinds)
         return int(quotes[evaluation.chosen].id[1:])
+
+    @property
+    def next_turns_us(self) -> float:
+        return math.inf if self._waiting is None else self._waiting.next_look_us
+
+    def take_turns(self, now_us: float) -> Sequence[LabRequest]:
+        assert self._waiting is not None
+        self._clock.now_us = round(now_us)
+
+        def take(number: int) -> Turns:
+            router = self._routers[number]
+            return router.book.turns_now(POOL, router.name, (), ())
+
+        return self._waiting.take_due(now_us, take)
+
+    def _router_of(self, request: LabRequest) -> "_Router":
+        """The router that a request waits at, or else its client's, or else the next one."""
+        at = None if self._waiting is None else self._waiting.router_of(request)
+        if at is not None:
+            return self._routers[at]
+        turn = request.router
+        if turn is None:
+            turn = self._turn
+            self._turn += 1
+        return self._routers[turn % len(self._routers)]
 
     def priority_of(self, request: LabRequest, now_us: float) -> int:
         chosen = self._last if self._settings.priorities else None
@@ -220,8 +276,11 @@ class Atlas(LoadBlind):
         opened = self._open.pop(request.number)
         self._metrics.record_finish(request.input_tokens)
         if self._settings.booking.reservations:
-            opened.router.book.release_now(POOL, request.number.to_bytes(ID_BYTES, "big"), Outcome.FINISHED)
+            id = request.number.to_bytes(ID_BYTES, "big")
+            opened.router.book.release_now(POOL, id, Outcome.FINISHED, request.output_tokens)
         chosen, router = opened.results[0], opened.router
+        if self._waiting is not None:
+            self._waiting.record_end(router.number, sequence.finished_us)
         if self._settings.learning:
             router.lengths.record(opened.prompt, request.output_tokens)
         if not self._learns or chosen.plan is None:

@@ -1,4 +1,5 @@
-"""Policies that ignore caches: random, round-robin, least loaded, sessions, consistent hash of the prefix."""
+"""Policies that ignore caches: random, round-robin, least loaded, sticky sessions, and a consistent hash of the
+prefix."""
 
 import math
 import random
@@ -50,8 +51,8 @@ class SessionSticky(OpenRequests):
 
 
 class PrefixHash(OpenRequests):
-    """Consistent hash of the prompt's start with bounded load, as gateways ship it: the first engine on the ring, starting
-    at the prefix's place, with at most `LOAD_FACTOR` times the mean of open requests.
+    """A consistent hash of the prompt's start with bounded load, as shipped by gateways: the first engine on the ring,
+    starting at the prefix's place, that has at most `LOAD_FACTOR` times the mean number of open requests.
 
     Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads"; a load factor of 1.25 is usual.
     """

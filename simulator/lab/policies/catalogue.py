@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvatlas.index.memory.index import MemoryIndex
+from kvatlas_router.admission.queue import QueueSettings
 from kvatlas_simulator.engine.step_cost import StepCost
 from kvatlas_simulator.lab.engine import VirtualEngine
 from kvatlas_simulator.lab.policies.approximate_trees import (
@@ -24,8 +25,8 @@ from router_client.settings import BookingSettings, SloMode
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The fleet that a policy is created for. `index`: filled by events, if the policy uses them. `dynamo_python`: a Python
-    with Dynamo."""
+    """The fleet for which a policy is created. `index`: filled by events, if the policy uses them. `dynamo_python`: a
+    Python that has Dynamo."""
 
     engines: Sequence[VirtualEngine]
     index: MemoryIndex
@@ -100,6 +101,10 @@ POLICIES: Mapping[str, PolicyKind] = {
         "engines that would miss the objective cost more", AtlasSettings(slo=SloMode.PENALTY)
     ),
     "kvatlas-shedding": _atlas("requests that no engine could begin within 2 s are refused", AtlasSettings(sheds=True)),
+    "kvatlas-queue": _atlas(
+        "requests wait in one queue while every engine is full, by its reported slots and KV",
+        AtlasSettings(slots=True, queue=QueueSettings(requests=10_000, tokens=1 << 40)),
+    ),
     "kvatlas-no-reservations": _atlas(
         "load only as reported", AtlasSettings(BookingSettings(reservations=False, prefixes_in_flight=False))
     ),
@@ -150,7 +155,7 @@ LIVE_POLICIES = tuple(
     and one.events
     and one.marks
     and one.shared
-    and not (one.true_loads or one.true_rates or one.fetches)
+    and not (one.true_loads or one.true_rates or one.fetches or one.queue)
 )
 """Policies that can be replayed against real servers."""
 

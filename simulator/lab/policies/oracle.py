@@ -10,8 +10,9 @@ from kvatlas_simulator.lab.requests import LabRequest, written, written_tokens
 
 
 class Oracle(LoadBlind):
-    """Sends each request where it would be answered first, by the state at its arrival; it knows neither later requests nor
-    the lengths of answers. So it is the best possible choice for one request, not a bound for the whole workload."""
+    """Sends each request to the engine that would answer it first, judging by the state at its arrival. It knows neither
+    later requests nor the lengths of answers, so its choice is the best possible for one request, but not a bound for the
+    whole workload."""
 
     def __init__(self, engines: Sequence[VirtualEngine], cost: StepCost) -> None:
         self._engines = engines

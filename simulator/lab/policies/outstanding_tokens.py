@@ -1,5 +1,5 @@
-"""Strong policies without events: they count an engine's outstanding prompt tokens, those of requests without a first token
-yet."""
+"""Strong policies without events: they count an engine's outstanding prompt tokens, those of requests that have no first
+token yet."""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class LeastPrefillTokens(OpenRequests):
 
 class PrefixTokens(LeastPrefillTokens):
     """The engine with the fewest outstanding prompt tokens once this prompt is added, minus its guessed cache hits: caches
-    are guessed from the prompts sent there."""
+    are guessed from the prompts sent to each engine."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         super().__init__(engines, rng)
@@ -66,7 +66,7 @@ class PrefixTokens(LeastPrefillTokens):
 
 
 class LMetric(PrefixTokens):
-    """`PrefixTokens` times the number of the engine's open requests, including this one: prefill work x batch size.
+    """`PrefixTokens` times the number of the engine's open requests, including this one: prefill work × batch size.
 
     Source: D. Zhang et al., "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request Scheduling",
     arXiv:2603.15202, 2026.

@@ -1,5 +1,6 @@
 """The interface of a policy."""
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -8,8 +9,8 @@ from kvatlas_simulator.cache.kv_events import KVEvent
 from kvatlas_simulator.lab.engine import EngineRequest, VirtualEngine
 from kvatlas_simulator.lab.requests import LabRequest
 
-REFUSED = -1
-"""The choice of a policy that refuses a request."""
+REFUSED, WAITS = -1, -2
+"""The choices of a policy that refuses a request, or lets it wait for its turn."""
 
 
 class LabFetch(NamedTuple):
@@ -23,14 +24,21 @@ class Policy(Protocol):
     """Chooses for one replay. Times are virtual microseconds and never go back. The same calls give the same choices."""
 
     def choose(self, request: LabRequest, now_us: float) -> int:
-        """The number of the engine that gets the request, which must be up, or `REFUSED`. Called again if the request is
-        lost."""
+        """The number of the engine that gets the request, which must be up, or `REFUSED`, or `WAITS`. Called again if the
+        request is lost, and for each request of `take_turns`."""
+
+    @property
+    def next_turns_us(self) -> float:
+        """When to call `take_turns` next; infinite: nothing waits."""
+
+    def take_turns(self, now_us: float) -> Sequence[LabRequest]:
+        """The waiting requests that are tried now."""
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """The KV that the chosen engine should fetch for this request."""
 
     def priority_of(self, request: LabRequest, now_us: float) -> int:
-        """The request's priority in the chosen engine's queue, lower first."""
+        """The request's priority in the chosen engine's queue; lower values come first."""
 
     def record_first_token(self, sequence: EngineRequest, engine: int) -> None:
         """Record the first token of a request that was sent to this engine."""
@@ -52,7 +60,16 @@ class Policy(Protocol):
 
 
 class LoadBlind:
-    """A policy that needs no reports, has no index, and lets engines fetch nothing."""
+    """A policy that needs no reports, has no index, lets no request wait, and lets engines fetch nothing."""
+
+    @property
+    def next_turns_us(self) -> float:
+        """See `Policy`."""
+        return math.inf
+
+    def take_turns(self, now_us: float) -> Sequence[LabRequest]:
+        """See `Policy`."""
+        return ()
 
     def fetch_of(self, request: LabRequest) -> LabFetch | None:
         """See `Policy`."""
@@ -81,7 +98,7 @@ class LoadBlind:
 
 
 class OpenRequests(LoadBlind):
-    """Counts the open requests of each engine, as a gateway knows them."""
+    """Counts the open requests of each engine, as a gateway would."""
 
     def __init__(self, engines: Sequence[VirtualEngine], rng: random.Random) -> None:
         self.engines = engines

@@ -15,6 +15,7 @@ from kvatlas_router.admission.queue import QueueFull, QueueSettings, Wait
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import POOL
+from tests.kvatlas.status_page.page_text import texts
 from tests.router.admission.routers import Pool, Router, routers_of
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_proxy import status as proxy_status
@@ -180,6 +181,8 @@ async def test_the_proxy_holds_requests_back_until_an_engine_has_room(store: Sto
             refused = await other.post("/v1/completions", json=body)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert answers == []
+            assert (await proxy_status(client))["pool_waiting"] == 1
+            assert "waiting 1 waiting, all routers 1 " in texts((await client.get("/")).text)
             await fleet.report("w1", running_decodes=0, forward_pass={**full, "active_request_slots": 0})
         assert [answer.status_code for answer in answers] == [200]
         place, _, rest = answers[0].headers["x-kvatlas-queue"].partition(";waited-ms=")

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvatlas.reservations import RedisReservations
 from kvatlas.store.connection import Store
 from kvatlas_router.gateway.service import run_endpoint_picker
 from tests.end_to_end.processes import environment, kvatlas_command, line_with
@@ -32,7 +33,7 @@ from tests.router.gateway.gateway import (
     worker_of,
 )
 from tests.router.progress.quick_bounds import shorten_bounds
-from tests.router.proxy.engines import MODEL
+from tests.router.proxy.engines import MODEL, SCOPE
 from tests.router.proxy.faulty_engine import faulty_engine, well
 
 pytestmark = pytest.mark.anyio
@@ -247,6 +248,32 @@ async def test_requests_wait_for_room_and_too_many_are_refused(
         assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
         await gateway.nothing_is_booked()
         assert picker.counters.queue_full == 2
+
+
+async def test_an_answer_says_how_its_request_waited(envoy: EnvoyProcess, store: Store, valkey_url: str) -> None:
+    slots = {"active_request_slots": 1, "total_request_slots": 1}
+    full: dict[str, Any] = {"running_decodes": 1, "forward_pass": slots}
+    async with (
+        running_gateway(envoy, store, {"w1": {}}, {"w1": full}) as gateway,
+        running_picker(valkey_url, port=envoy.ports.picker, queue_requests=1, queue_wait_s=60),
+        anyio.create_task_group() as tasks,
+    ):
+        answers: list[httpx.Response] = []
+
+        async def post() -> None:
+            answers.append(await gateway["whole"].post("/v1/completions", json=ASK))
+
+        async def waits() -> bool:
+            await gateway.fleet.report("w1", **full)  # a report is believed for some seconds
+            return (await RedisReservations(store).turns(SCOPE.pool_id, "other", [], [])).requests == 1
+
+        tasks.start_soon(post)
+        await until(waits, what="the request waits")
+        await gateway.fleet.report("w1", running_decodes=0, forward_pass={**slots, "active_request_slots": 0})
+        await until(lambda: bool(answers), what="it is answered")
+        assert answers[0].status_code == 200
+        waited = answers[0].headers["x-kvatlas-queue"]
+        assert waited.startswith("full;ahead=0;waiting=1;waited-ms=") and waited.endswith(";by=pool")
 
 
 async def test_a_trace_goes_on_through_the_picker_to_the_engine(

@@ -1,17 +1,16 @@
--- The work of apply (apply.lua) and apply_oom.
+-- The work that apply (apply.lua) and apply_oom do.
 
 local COUNTS = { 'applied', 'duplicates', 'stale', 'gaps', 'refused', 'failed_checks', 'stored', 'removed', 'bytes_written' }
 local SHARD_KEYS, GROUP_FIELDS = 12, 4
 local MOST_CALL = 4194304 -- bytes of messages in one call
 
--- Returns the cost of a block if all values differ and have this average length; 1 is the cost with short, equal
--- values. Each distinct value is parsed in Lua. The figures are measured: up to some length, parsing a value costs more
--- than copying it.
+-- Returns the cost of a block if all values differ and have this average length; with short, equal values, the cost is 1. Each
+-- distinct value is parsed in Lua. The figures are measured: up to some length, parsing a value costs more than copying it.
 local function weight_of(bytes)
   return 2 + math.min(bytes, 192) / 32 + bytes / 256
 end
 
--- With few samples, only very long values are considered, because each is copied several times.
+-- If there are few samples, only very long values are considered, because each of these is copied several times.
 local LONG, FEW_SAMPLES = 2048, 2
 
 -- Returns the cost per block of each scope, estimated from sampled values (0: not estimated), and the total cost of the
@@ -43,8 +42,8 @@ local function weigh(keys, used)
   return weights, cost
 end
 
--- Moves the partitions' positions forward. Returns the partitions whose stored position is not where their batch begins, as a
--- list and as a set; none of their messages may be applied.
+-- Moves the positions of the partitions forward. Returns the partitions whose stored position is not where their batch begins,
+-- both as a list and as a set; none of their messages may be applied.
 local function advance(key, batches)
   local names, moved, skip, write = {}, {}, {}, {}
   for i, batch in ipairs(batches) do
@@ -68,7 +67,7 @@ local function advance(key, batches)
   return moved, skip
 end
 
--- Returns the scopes of a call by id; see change_blocks.
+-- Returns the scopes of a call, by id; see change_blocks.
 local function scopes_of(keys, used, with_marks)
   local scopes, sided = {}, #keys > SHARD_KEYS + #used + 1 + #with_marks
   for i = 1, #used do
@@ -87,8 +86,8 @@ local function scopes_of(keys, used, with_marks)
   return scopes
 end
 
--- Returns the call's workers except those of partitions in `skip` (see `self` in _fence.lua), each with its record and the
--- applied steps of its next message; and the holders that they change.
+-- Returns the workers of the call, except those in partitions in `skip` (see `self` in _fence.lua), each with its record and
+-- with the applied steps of its next message; and the holders that they change.
 local function read_workers(k, all_workers, skip)
   local workers, names, in_parts, holders = {}, {}, {}, {}
   for _, entry in ipairs(all_workers) do
@@ -129,7 +128,7 @@ local function write_workers(k, workers)
   return records
 end
 
--- Writes what the call changed in holders: digests, the scopes that they used, numbers of blocks, marks.
+-- Writes what the call has changed in holders: digests, the scopes that they used, numbers of blocks, and marks.
 local function write_holders(c)
   local k, digests, touched = c.k, {}, {}
   for holder, digest in pairs(c.digests) do

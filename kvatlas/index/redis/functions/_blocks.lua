@@ -1,5 +1,5 @@
--- Changes many blocks of one scope, for several holders at once: one HMGET, one HSET and one HDEL for hundreds of blocks.
--- Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
+-- Changes many blocks of one scope, for several holders at the same time: one HMGET, one HSET and one HDEL for hundreds of
+-- blocks. Values repeat, so the new value for each old one is computed once (`known`) and then only looked up.
 
 -- The side index records which blocks follow which. side: {children = key, parents = key}
 local function link(side, hash, parent)
@@ -43,7 +43,7 @@ local function value_with(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(old + tier_bit) .. string.sub(value, at + 4), true
 end
 
--- Returns the value after a removal (false: the block has no holder left), and whether the holder had this tier.
+-- Returns the value after a removal (false: the block has no holder left), and whether the holder had this tier before.
 local function value_without(value, holder, tier_bit)
   if not value then
     return value, false
@@ -64,8 +64,8 @@ local function value_without(value, holder, tier_bit)
   return string.sub(value, 1, at + 2) .. string.char(new) .. string.sub(value, at + 4), true
 end
 
--- Returns the sums of the lower and the upper 32-bit halves of packed hashes; they are exact, since there are always far fewer
--- than 2^21 hashes.
+-- Returns the sums of the lower and of the upper 32-bit halves of packed hashes. The sums are exact, because there are always
+-- far fewer than 2^21 hashes.
 local sum_formats = {}
 local function sums(packed)
   local low, high, count = 0, 0, #packed / 8
@@ -96,7 +96,7 @@ local function count_sums(digest, tier, count, low, high, scope, sign)
   digest[at + 2] = (digest[at + 2] + sign * (high % TWO32 * scope.mix_high % TWO32)) % TWO32
 end
 
--- The same for packed hashes.
+-- Does the same for packed hashes.
 local function count_blocks(digest, tier, packed, scope, sign)
   local low, high = sums(packed)
   count_sums(digest, tier, #packed / 8, low, high, scope, sign)
@@ -115,12 +115,12 @@ local function distinct(hashes)
   return out
 end
 
--- Returns the field of `held` with the number of a holder's blocks of a scope in a tier.
+-- Returns the field of `held` that counts a holder's blocks of a scope in a tier.
 local function held_field(holder, scope_id, tier)
   return holder .. scope_id .. string.char(tier)
 end
 
--- Returns the holders of these fields of `held`, each once.
+-- Returns the holders in these fields of `held`, each once.
 local function holders_of(fields)
   local seen, holders = {}, {}
   for _, field in ipairs(fields) do
@@ -140,7 +140,7 @@ local function delete_fields(key, fields)
   end
 end
 
--- Changes the number of holders' blocks by scope and tier, and their moments. changes: {field -> difference}
+-- Changes how many blocks holders have by scope and tier, and the moments of these fields. changes: {field -> difference}
 local function change_held(k, changes)
   local fields, set, gone, moved = {}, {}, {}, {}
   for field, change in pairs(changes) do
@@ -170,8 +170,8 @@ local function change_held(k, changes)
   delete_fields(k.held, gone)
 end
 
--- Returns the size in bytes of a block in each of a holder's scopes: {scope id -> bytes}, and for each tier with another size
--- {scope id and tier (a byte) -> bytes}. touched: the holder's list
+-- Returns the size in bytes of a block in each of a holder's scopes: {scope id -> bytes} and, for each tier with a different
+-- size, {scope id and tier (a byte) -> bytes}. touched: the holder's list
 local function sizes_of(touched)
   local sizes = {}
   for at = 1, #touched, 16 do
@@ -207,7 +207,7 @@ local function block_ms_of(k, holders, scope_ids)
   return found
 end
 
--- Adds the byte-ms of holders that no longer have a block of these scopes to `spent`.
+-- Adds the byte-ms of holders that no longer have any block of these scopes to `spent`.
 local function settle_usage(k, holders, scope_ids)
   local found, sizes, gone = block_ms_of(k, holders, scope_ids), {}, {}
   for i = 1, #found, 2 do
@@ -225,9 +225,9 @@ end
 
 local PART = 512 -- blocks in one command: more don't fit in the processor's caches
 
--- Computes an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
--- `set`, which has n elements, and hashes left without a holder to `gone`, which has m. Returns n, m and the number of bytes to
--- be written.
+-- Works out an operation on hashes[first..last]; the value of hashes[i] is values[i - before]. Appends {hash, new value...} to
+-- `set`, which has n elements, and the hashes that are left without a holder to `gone`, which has m. Returns n, m and the
+-- number of bytes to be written.
 local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   local known, bytes = op.known, 0
   for i = first, last do
@@ -240,7 +240,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
       else
         new, counts = value_without(value, op.holder, op.tier_bit)
       end
-      if not counts then -- the holder already has it, or lacks the block that it should lose
+      if not counts then -- the holder already has the block, or lacks the block that it should lose
         op.uncounted = op.uncounted or {}
         op.uncounted[hashes[i]] = true
       else
@@ -261,7 +261,7 @@ local function decide(op, hashes, values, before, first, last, set, n, gone, m)
   return n, m, bytes
 end
 
--- Brings the holder's digest up to date with what an operation changed of hashes[first..last]. Returns how many blocks changed.
+-- Updates the holder's digest with what an operation has changed in hashes[first..last]. Returns how many blocks have changed.
 local function settle(op, hashes, first, last)
   local sign = op.store and 1 or -1
   if not op.uncounted and last - first + 1 == op.size then

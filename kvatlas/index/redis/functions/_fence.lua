@@ -1,5 +1,5 @@
 -- The fence: applies one worker's messages if its record says that they are the next ones. The record is read in the same call
--- and never taken from the caller, so a replay, a zombie or a second owner changes nothing.
+-- and never taken from the caller, so a replay, a zombie or a second owner can't change anything.
 --
 -- self: one worker of the call: {c = the call, see _apply.lua; worker = id; record; uses = {incarnation -> {scope id -> 8 bytes
 --   for each of its entries in touched, without the scope id}}}
@@ -12,7 +12,7 @@ local EVENT_CODE, EVENT_SCOPE, EVENT_TIER, EVENT_HASHES, EVENT_PARENT = 1, 2, 3,
 local STORED_LOW, STORED_HIGH, REMOVED_LOW, REMOVED_HIGH = 8, 9, 5, 6
 local END_CHUNKS, END_DIGEST, CHECKPOINT_DIGEST = 2, 3, 2
 local BEGIN_DROPPED, MARK_HASHES, HEAD_BITS = 2, 3, 4
-local UNKNOWN_BYTES = '\0\0\0\0' -- follows the block size if the bytes of a block are unknown
+local UNKNOWN_BYTES = '\0\0\0\0' -- follows the block size if it is unknown how many bytes a block has
 
 -- Carries out the queued operations of all workers.
 local function flush(c)
@@ -38,7 +38,7 @@ local function digest_for(c, holder)
   return digest
 end
 
--- Returns a scope's entries in touched: `stored`, updated with the known sizes of `use`.
+-- Returns the entries of a scope in touched: `stored`, updated with those sizes in `use` that are known.
 local function with_sizes(scope_id, stored, use)
   local by_tier, merged = {}, {}
   for at = 9, #stored, 16 do
@@ -55,8 +55,7 @@ local function with_sizes(scope_id, stored, use)
   return table.concat(merged)
 end
 
--- Records that the holder has blocks of this scope, so that a sweep looks there, with the sizes that its messages last
--- gave.
+-- Records that the holder has blocks of this scope, so that a sweep looks there, and the sizes that its messages last gave.
 local function touch(self, holder, scope_id)
   local c = self.c
   local new = c.newly_touched[holder] or { known = {} }
@@ -87,7 +86,7 @@ local function touch(self, holder, scope_id)
   end
 end
 
--- Queues a change. The blocks of several workers are changed at once; or, if two operations may have a block in common, one
+-- Queues a change. The blocks of several workers are changed together or, if two operations may have a block in common, one
 -- after the other.
 local function queue(self, holder, event, store)
   local scope_id, tier, hashes = event[EVENT_SCOPE], event[EVENT_TIER], event[EVENT_HASHES]
@@ -129,7 +128,7 @@ local function link_blocks(self, event)
   end
 end
 
--- Returns true if the holder has exactly the blocks, and the marks if any, of this digest.
+-- Returns true if the holder has exactly the blocks (and the marks, if any) of this digest.
 local function is_digest_of(c, holder, expected)
   local digest, marks = digest_for(c, holder), marks_for(c, holder)
   for i = 1, DIGEST_WORDS do
@@ -158,14 +157,15 @@ local function close(self)
   close_worker(self.c.k, self.record, self.worker)
 end
 
--- Closes the worker for lack of memory or of a holder number. The indexer requests a snapshot when there is room again.
+-- Closes the worker because there is no memory or no holder number for it. The indexer requests a snapshot when there is room
+-- again.
 local function close_without_room(self)
   self.record[OOM] = 1
   close(self)
   return false
 end
 
--- Returns the holder that events change: during a snapshot the loading one; '' without one.
+-- Returns the holder that events change, which is the loading one during a snapshot; '' if there is none.
 local function changing_holder(record)
   return record[LOADING] ~= '' and record[LOADING] or record[ACTIVE]
 end
@@ -246,7 +246,7 @@ act[CODE.ending] = function(self, event)
     return false
   end
   if record[CHUNKS] ~= event[END_CHUNKS] or not is_digest_of(self.c, record[LOADING], event[END_DIGEST]) then
-    -- the last incarnation's blocks can be found until the next snapshot is complete
+    -- the blocks of the last incarnation can be found until the next snapshot is complete
     self.c.count.failed_checks = self.c.count.failed_checks + 1
     retire_holder(k, record[LOADING], self.worker)
     record[LOADING], record[BAD], record[CLOSED] = '', 1, 1
@@ -306,10 +306,10 @@ act[CODE.heads] = function(self, event)
   end)
 end
 
--- Applies consecutive messages (seq `first` to `last`, joined by apply_call.py), or a part of one, if they are the
--- next ones of the newest incarnation. If the record's seq lies among them, applying the first ones again changes nothing.
--- A part: events from step `from` on; `ending` is 1 if the message ends with them; `ends` has the step after each event. Steps
--- that are already applied are left out.
+-- Applies consecutive messages (seq `first` to `last`, joined by apply_call.py), or a part of one message, if they are the next
+-- ones of the newest incarnation. If the record's seq lies among them, applying the first ones again changes nothing. A part
+-- consists of the events from step `from` on; `ending` is 1 if the message ends with them; `ends` gives the step after each
+-- event. Steps that are already applied are left out.
 local function fence(self, incarnation, first, last, events, from, ending, ends)
   local record, count, applied, whole = self.record, self.c.count, 0, ending ~= 0
   local messages = whole and last - first + 1 or 0

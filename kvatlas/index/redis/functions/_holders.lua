@@ -3,7 +3,7 @@
 
 local LOADING_STATE, ACTIVE_STATE, RETIRED_STATE = 'l', 'a', 'r'
 
--- Returns the fields of a holder's entry (see _slot.lua); nothing if there is none or it can't be read.
+-- Returns the fields of a holder's entry (see _slot.lua); nothing if there is no entry or it can't be read.
 local function unpack_holder(entry)
   local good, fields = pcall(cmsgpack.unpack, entry)
   return unpack(good and type(fields) == 'table' and fields or {})
@@ -40,7 +40,7 @@ local function allocate(k, state, worker, reuse_ms)
   return holder
 end
 
--- Retires the holder: its blocks are no longer found, and a sweep frees their memory later. O(1).
+-- Retires the holder: its blocks are no longer found, and a sweep frees their memory later on. O(1).
 local function retire_holder(k, holder, worker)
   if holder == '' then
     return
@@ -68,7 +68,7 @@ local function close_worker(k, record, worker)
   record[ACTIVE], record[LOADING], record[BAD], record[CLOSED] = '', '', 1, 1
 end
 
--- Returns {holder -> is it retired} for packed holders.
+-- Returns {holder -> whether it is retired} for packed holders.
 local function retired_among(key, packed)
   local holders, retired = {}, {}
   for at = 1, #packed, 3 do
@@ -80,7 +80,7 @@ local function retired_among(key, packed)
   return retired
 end
 
--- Returns how many ms each of these holders has been active, or was until it was retired.
+-- Returns for how many ms each of these holders has been active, or was active before it was retired.
 local function spans_of(key, holders)
   local now, spans = now_ms(), {}
   for holder, entry in pairs(read_fields(key, holders)) do

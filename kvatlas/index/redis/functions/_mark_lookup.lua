@@ -1,6 +1,7 @@
--- The deepest position at which each marked holder can resume a chain: exact, found by reading a few fields for each holder.
+-- Finds the deepest position at which each marked holder can resume a chain. The answer is exact, and takes reading a few
+-- fields for each holder.
 
-local NEAR = 2 -- segments to read first: the one in which a holder's depth lies, and the one before it
+local NEAR = 2 -- segments that are read first: the one in which a holder's depth lies, and the one before it
 local HOLDERS = 64 -- holders whose marks one call reads
 local BUDGET = 1000 -- fields and entries that one call reads beyond the near segments
 local HEADS_A_READ = 32
@@ -21,7 +22,8 @@ local function bits_up_to(value, entry, offset)
   return offset < 63 and high % 2 ^ (offset - 31) or high, low
 end
 
--- Returns how many leading blocks a holder of the first run has: it is in all runs up to some run, and in none after that.
+-- Returns how many leading blocks a holder of the first run has: the holder is in all runs up to some run, and in none after
+-- it.
 local function depth_of(holder, starts, values, stop)
   local low, high = 1, #values + 1
   while high - low > 1 do
@@ -35,7 +37,7 @@ local function depth_of(holder, starts, values, stop)
   return starts[high] or stop
 end
 
--- Returns the holders of a value that have marks.
+-- Returns those holders of a value that have marks.
 local function marked_in(value, marked)
   local names, n = {}, 0
   for first = 1, #value, 4 * CHUNK do
@@ -64,13 +66,13 @@ local function segment_of(index)
   return (index - index % SEGMENT) / SEGMENT
 end
 
--- Answers for a holder: it can resume the chain after the block at this index; nil: nowhere.
+-- Records the answer for a holder: it can resume the chain after the block at this index, or nowhere if that is nil.
 local function answer(search, holder, drop, index)
   local found = search.found
   found[#found + 1] = holder .. (index and struct.pack('>I4', math.max(0, search.first + index + 1 - drop)) or NOWHERE)
 end
 
--- Begins a search for those of these holders that have marks, and answers for those that can't have any in this chain.
+-- Begins a search for those of these holders that have marks, and records answers for those that can't have any in this chain.
 local function begin_search(marked, key, packed, first, limit, names, belows)
   local drops, tops, n = #names > 0 and redis.call('HMGET', marked, unpack(names)) or {}, {}, 0
   local search = { key = key, packed = packed, first = first, names = names, drops = drops, tops = tops, found = {}, spent = 0 }
@@ -92,8 +94,8 @@ local function begin_search(marked, key, packed, first, limit, names, belows)
   return search
 end
 
--- Reads the heads of the segments in which the holders' tops lie and of the ones before these. Returns {head...} and {segment
--- -> its place in that list}.
+-- Reads the heads of the segments in which the holders' tops lie, and of the segments before these. Returns {head...} and
+-- {segment -> its place in that list}.
 local function read_near_heads(search)
   local packed, tops, sub, max, fields, n, place_of = search.packed, search.tops, string.sub, math.max, {}, 0, {}
   for i = 1, search.n do
@@ -108,7 +110,7 @@ local function read_near_heads(search)
   return redis.call('HMGET', search.key, unpack(fields, 1, n)), place_of
 end
 
--- Returns the last block for which each holder has a bit in the heads near its depth, {false: there is none, or index...}.
+-- Returns the last block for which each holder has a bit in the heads near its depth: {index..., or false if there is none}.
 local function last_bits(search)
   local names, tops, max, heads, place_of = search.names, search.tops, math.max, read_near_heads(search)
   local likely = {}
@@ -131,7 +133,7 @@ local function last_bits(search)
   return likely
 end
 
--- Answers for the holders whose last bit near their depth is a mark: almost always all of them.
+-- Records answers for the holders whose last bit near their depth is a mark, which is almost always all of them.
 local function answer_near(search)
   local names, drops, tops, packed, sub = search.names, search.drops, search.tops, search.packed, string.sub
   local likely, fields, n, place_of = last_bits(search), {}, 0, {}
@@ -148,7 +150,7 @@ local function answer_near(search)
     local value = index and marks[place_of[index]]
     if value and find_sized(value, holder, MARK) then
       answer(search, holder, drops[i], index)
-    else -- the bit belongs to another branch, or there is none nearby
+    else -- the bit belongs to a different branch, or there is none nearby
       local rest = index and index - 1 or (segment_of(tops[i]) - NEAR + 1) * SEGMENT - 1
       if rest >= 0 then
         left = left + 1
@@ -205,8 +207,8 @@ local function indices_of(base, high, low)
   return indices
 end
 
--- Answers for the holders in `here` (indices of `names`) that have a mark at one of these blocks. Returns the index at
--- which the budget ran out; nil if all were looked at.
+-- Records answers for the holders in `here` (indices of `names`) that have a mark at one of these blocks. Returns the index at
+-- which the budget ran out; nil if all blocks were looked at.
 local function answer_marked(search, here, indices)
   local names, tops, numbers, packed, fields = search.names, search.tops, search.numbers, search.packed, {}
   local sub = string.sub
@@ -251,8 +253,8 @@ local function drop_answered(search)
   search.n = left
 end
 
--- Looks at all bits of the holders that have no answer yet, segment by segment from the deepest on. Returns the index at which
--- the budget ran out; nil if it was enough.
+-- Looks at all bits of the holders that have no answer yet, segment by segment, from the deepest one on. Returns the index at
+-- which the budget ran out; nil if it was sufficient.
 local function answer_all(search)
   local packed, sub, deepest = search.packed, string.sub, -1
   search.numbers = {}

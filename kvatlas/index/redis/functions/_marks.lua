@@ -1,5 +1,5 @@
--- Marks say at which of its blocks a holder can resume a prompt. Only holders of hybrid models have them: there, holding a
--- block is not enough. See kvatlas/index/mark_lookup.py for what heads are, _mark_lookup.lua for how they are read, and
+-- Marks say at which of its blocks a holder can resume a prompt. Only the holders of hybrid models have them, because holding a
+-- block is not enough there. See kvatlas/index/mark_lookup.py for what heads are, _mark_lookup.lua for how they are read, and
 -- _slot.lua for the keys.
 --
 -- marks of a holder: {dropped = blocks between a position and its mark, words = digest (MarkDigest), changed = must be stored}
@@ -8,7 +8,7 @@ local SEGMENT = 64 -- blocks in a segment; its head has one bit for each
 local MARK, HEAD = 3, 11 -- bytes of an entry: of a marked block (holder), of a head (holder, 64 bits)
 local SHORT = 1024 -- in values of up to this many bytes, a plain search is faster than a binary one
 local MARK_WORDS = 6
-local HEAD_SUFFIX = 'h' -- follows the hash in a head's field of marks:<scope id>
+local HEAD_SUFFIX = 'h' -- follows the hash in the field of a head in marks:<scope id>
 
 -- Returns how many bytes an entry has in this field of marks.
 local function entry_size(field)
@@ -43,8 +43,9 @@ local function number_at(value, at)
   return (a * 256 + b) * 256 + c
 end
 
--- Looks for an entry that begins with a number among those from `low` (counted from 0) to before `high`; each has `size` bytes.
--- Returns its position (nil without one), and the number of entries before it or before the place where it belongs.
+-- Looks for an entry that begins with a number, among the entries from `low` (counted from 0) to just before `high`, of `size`
+-- bytes each. Returns its position (nil if there is none), and the number of entries before it or before the place where it
+-- belongs.
 local function place_between(value, number, size, low, high)
   while low < high do
     local middle = math.floor((low + high) / 2)
@@ -60,7 +61,8 @@ local function place_between(value, number, size, low, high)
   return nil, low
 end
 
--- The same for all entries from `low` on. If numbers are looked up in ascending order, the next one is mostly found at once.
+-- Does the same for all entries from `low` on. If numbers are looked up in ascending order, the next one is mostly found
+-- immediately.
 local function place_after(value, number, size, low)
   local count, at, step = #value / size, low, 1
   while at < count and number_at(value, at * size + 1) < number do
@@ -128,7 +130,7 @@ end
 
 local NO_BITS = '\0\0\0\0\0\0\0\0'
 
--- Adds a head of a scope (its hash and its 8 bytes of bits) to a digest of marks (sign 1), or removes it (sign -1).
+-- Adds a head of a scope (its hash and its 8 bytes of bits) to a digest of marks (sign 1), or removes it from there (sign -1).
 local function count_head(words, hash, bits, scope, sign)
   if bits == NO_BITS then
     return
@@ -142,7 +144,8 @@ local function count_head(words, hash, bits, scope, sign)
   words[6] = (words[6] + sign * (high % TWO32)) % TWO32
 end
 
--- Sets a holder's bits in heads; if all are 0, it has no entry there. packed, bits: 8 bytes for each head
+-- Sets a holder's bits in heads; if all bits of a head are 0, the holder has no entry there. packed, bits: 8 bytes for each
+-- head
 local function change_heads(key, scope, holder, marks, packed, bits)
   local hashes, sub, fields = split(packed), string.sub, {}
   for i = 1, #hashes do
@@ -152,7 +155,7 @@ local function change_heads(key, scope, holder, marks, packed, bits)
     local last = math.min(first + PART - 1, #fields)
     local found, news = redis.call('HMGET', key, unpack(fields, first, last)), {}
     for i = first, last do
-      local value = news[fields[i]] or found[i - first + 1] or '' -- an event may name the same head twice
+      local value = news[fields[i]] or found[i - first + 1] or '' -- the same head may come twice in an event
       local at, slot = place_sized(value, holder, HEAD)
       local old, new = at and sub(value, at + 3, at + 10) or NO_BITS, sub(bits, 8 * i - 7, 8 * i)
       if new ~= old then

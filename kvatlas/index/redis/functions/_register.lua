@@ -6,7 +6,7 @@ local function register(name, callback, most_args, most_bytes)
   redis.register_function(name .. TAG, bounded(callback, most_args, most_bytes))
 end
 
--- Registers a function that also runs on a store that is out of memory: it needs next to none, or frees some.
+-- Registers a function that also runs on a store that is out of memory, because it needs next to no memory, or frees some.
 local function register_always(name, callback, most_args, most_bytes)
   redis.register_function({
     function_name = name .. TAG, callback = bounded(callback, most_args, most_bytes), flags = { 'allow-oom' },

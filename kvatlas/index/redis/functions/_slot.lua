@@ -51,8 +51,8 @@ local function new_record(partition)
   return { NO_INCARNATION, -1, '', '', 0, 0, 0, NO_INCARNATION, -1, 0, partition }
 end
 
--- Returns how many steps of this message are already applied according to the stored entry; 0 if the entry is about another
--- message. See kvatlas/index/redis/call_plan.py.
+-- Returns how many steps of this message have already been applied according to the stored entry; 0 if the entry is about a
+-- different message. See kvatlas/index/redis/call_plan.py.
 local function steps_applied(stored, incarnation, seq)
   if not stored or string.sub(stored, 1, 8) ~= incarnation then
     return 0
@@ -105,7 +105,8 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Returns the identity of this server and its data: a failover, a restart, or a full copy of another server's data changes it.
+-- Returns the identity of this server and its data; it changes with a failover, a restart, or a full copy of another server's
+-- data.
 local function server_id()
   local info = redis.call('INFO', 'server', 'replication')
   return (string.match(info, 'run_id:(%x+)') or '') .. (string.match(info, 'master_replid:(%x+)') or '')
@@ -148,8 +149,8 @@ local function split(packed)
   return out
 end
 
--- Returns the entries of a holders value as numbers (holder number * 256 + flags) and how many there are. An incomplete entry
--- at the end is left out.
+-- Returns the entries of a holders value as numbers (holder number * 256 + flags), and how many there are. If the last entry is
+-- incomplete, it is left out.
 local function entries_of(value)
   local count, out = math.floor(#value / 4), {}
   for first = 0, count - 1, CHUNK do
@@ -166,8 +167,8 @@ local function entries_of(value)
   return out, count
 end
 
--- Returns how many fields a scan asks for next: as many as the rest of the budget allows, judging by the cost of the fields
--- seen so far. The first scan asks for one, since a value may have an entry for every worker.
+-- Returns how many fields a scan should ask for next: as many as the rest of the budget allows, judging by the cost of the
+-- fields seen so far. The first scan asks for one field, since a value may have an entry for every worker.
 local FIRST_FIELDS, MOST_FIELDS = 1, 16
 local function fields_to_scan(seen, cost, budget)
   if seen == 0 then
@@ -200,7 +201,7 @@ local function find_entry(value, holder)
 end
 
 -- Unpacks the words of a stored digest. If they can't be read, returns words that no holder can have, so that the next
--- checkpoint or scrub finds them wrong and a snapshot follows.
+-- checkpoint or scrub finds them to be wrong and a snapshot follows.
 local function unpack_words(packed, count)
   local good, words = pcall(cmsgpack.unpack, packed)
   good = good and type(words) == 'table' and #words == count
@@ -216,7 +217,7 @@ local function unpack_words(packed, count)
   return words
 end
 
--- Unpacks a stored digest; `packed` false: nothing is stored.
+-- Unpacks a stored digest; `packed` is false if nothing is stored.
 local function digest_of(packed)
   return packed and unpack_words(packed, DIGEST_WORDS) or { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 end

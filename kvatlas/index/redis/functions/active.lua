@@ -1,5 +1,5 @@
 -- active: some of the active holders, and their version, which changes whenever a holder becomes active or stops being active.
--- A client has to ask again only then.
+-- Only then does a client have to ask again.
 --
 -- KEYS 1 active
 --      2 meta

@@ -1,5 +1,5 @@
 -- apply: applies messages of one shard's partitions to workers' records, holders, blocks and digests in one call. The data of
--- all workers is read in one command and written in one.
+-- all workers is read in one command and written in another.
 --
 -- KEYS 1 workers
 --      2 holders

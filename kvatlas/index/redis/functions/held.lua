@@ -1,4 +1,4 @@
--- held: which of these scopes have blocks or marks in this shard.
+-- held: finds out which of these scopes have blocks or marks in this shard.
 --
 -- KEYS blocks and marks of each scope
 -- ARGV scope ids

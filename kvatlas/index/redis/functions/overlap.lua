@@ -1,17 +1,17 @@
--- Residency is prefix-closed, so there can only be fewer active holders along a chain: if the values at two places are equal,
--- so are the active holders between them. We probe where the caller guesses that runs begin and end, then every `stride`
--- blocks; then, level by level with one HMGET each, the middle of every interval whose ends differ.
+-- Residency is prefix-closed, so active holders can only disappear along a chain: if the values at two places are equal, so are
+-- the active holders between them. We probe where the caller guesses that runs begin and end, then every `stride` blocks; after
+-- that, level by level with one HMGET each, the middle of every interval whose ends differ.
 
 local FIELD_BYTES = 256 -- cost of a field in addition to the bytes of its value
-local BYTES = 600000 -- after this many, the caller has to ask for the rest
-local WIDE_BYTES = 1024 -- if values are wider, fewer are probed at a time
+local BYTES = 600000 -- after this many bytes, the caller has to ask for the rest
+local WIDE_BYTES = 1024 -- if values are longer than this, fewer are probed at a time
 local WALKED = 256 -- blocks that a walk reads at a time
 local MOST_STRIDE, ROUND = 256, 1024 -- the longest stride, and blocks between the probes of one round
 local MOST_OPEN = 128 -- intervals that one level halves; the next round looks at the others
 local PLACES = 256 -- this many of the caller's guesses are probed at a time: twice MOST_RUNS in kvatlas/index/run_guesses.py
 
--- Returns the blocks after `left` to be probed next, as {index...} and their number: guesses from `next_guess` on, or, if none
--- is left, every `stride` blocks; and the new `next_guess`. `hashes` is filled.
+-- Returns the blocks after `left` that are to be probed next, as {index...} and their number: guesses from `next_guess` on or,
+-- if there are none left, every `stride` blocks; and the new `next_guess`. `hashes` is filled.
 local function next_probes(packed, left, last, stride, guess, next_guess, cost, hashes)
   local rights, n, at, sub = {}, 0, left, string.sub
   local places = math.max(4, math.min(PLACES, math.floor(BYTES / 4 / cost)))
@@ -54,7 +54,7 @@ local function intervals_between(left, left_value, rights, found, n)
   return lows, highs, low_values, high_values, open, left, left_value
 end
 
--- Reads the middles of all intervals. Returns how many these are, and the halves whose ends differ. `hashes` is filled.
+-- Reads the middles of all intervals. Returns how many middles there are, and the halves whose ends differ. `hashes` is filled.
 local function halve(blocks, packed, lows, highs, low_values, high_values, open, hashes)
   local n, sub = 0, string.sub
   for i = 1, open do
@@ -113,7 +113,7 @@ local function gallop(blocks, packed, count, stride, guess)
     return {}, {}, 0
   end
   local starts, values, runs, spent, next_guess, last = { 0 }, { left_value }, 1, 0, 1, count - 1
-  local hashes = {} -- of the blocks that a level reads; one table for all levels
+  local hashes = {} -- the hashes of the blocks that a level reads; one table is used for all levels
   while left < last do
     if spent > BYTES then
       if starts[runs] == left then
@@ -148,7 +148,7 @@ local function gallop(blocks, packed, count, stride, guess)
   return starts, values, count
 end
 
--- Returns the same as gallop, by reading every block.
+-- Returns the same as gallop does, but by reading every block.
 local function walk(blocks, packed, count)
   local starts, values, previous, bytes = {}, {}, nil, 0
   for first = 0, count - 1, WALKED do

@@ -1,6 +1,6 @@
--- release: frees swept numbers: no block or mark in any scope that they touched still has them. The
+-- release: frees swept numbers, which no block or mark in any scope that they touched still has. The
 -- result of a sweep holds only on the server on which all of it ran (not after a failover), and only for numbers that were
--- not freed and given out again meanwhile. If the digest of such a holder is not 0, the digest itself is damaged.
+-- not freed and given out again in the meantime. If the digest of such a holder is not 0, the digest itself is damaged.
 --
 -- KEYS 1 holders
 --      2 retired

@@ -1,4 +1,4 @@
--- room: the memory of the server that holds this shard.
+-- room: reads the memory of the server that holds this shard.
 --
 -- KEYS 1 meta
 -- returns {bytes used, maxmemory (0: no limit), maxmemory-policy}

@@ -1,4 +1,4 @@
--- scopes_forget: deletes these scopes unless they were registered meanwhile.
+-- scopes_forget: deletes these scopes unless they have been registered in the meantime.
 --
 -- KEYS 1 scopes
 --      2 scope uses

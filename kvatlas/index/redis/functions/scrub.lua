@@ -1,4 +1,4 @@
--- budget cost of a block, of each entry of a new value, of each entry that is found, and of each other number
+-- budget costs: of a block, of each entry in a new value, of each entry that is found, and of each other number
 local SCRUB_BLOCK, SCRUB_ENTRY, SCRUB_FOUND, SCRUB_OTHER = 1, 0.1, 0.3, 0.5
 
 -- Parses a holders value. mine: {number of a holder -> its worker's index, a byte}. Returns the entries of these
@@ -27,10 +27,8 @@ local function part_of(value, mine)
   return found, others
 end
 
--- Adds what a scan returned, {hash, value...}, to what was seen so far. Values repeat, so each is parsed once. Returns
--- the cost.
--- seen: {parted = {value -> {hashes, mine, others}}, see part_of; is_other = {number of another holder -> true};
---   others = {that holder...}; found = {hash, worker's index, flags, packed...}}
+-- Adds what a scan returned, {hash, value...}, to what has been seen so far. Values repeat, so each is parsed once. Returns the
+-- cost.
 local function take_values(seen, flat, mine)
   local parted, is_other, others, found, cost = seen.parted, seen.is_other, seen.others, seen.found, SCRUB_BLOCK * #flat / 2
   for i = 1, #flat, 2 do
@@ -58,7 +56,7 @@ local function take_values(seen, flat, mine)
   return cost
 end
 
--- Returns a set of the numbers that the store does not know among these holders; nil if it knows all.
+-- Returns the set of those among these holders whose numbers the store does not know; nil if it knows all of them.
 local function unknown_among(key, holders)
   local unknown
   for first = 1, #holders, CHUNK do

@@ -17,13 +17,13 @@
 --   the cursor means something else
 
 local SWEEP_KEYS = 7
--- budget cost of a block, of each entry of a new value, of each of these that is removed, and of each combination of holder,
--- flags and scope whose digest changes
+-- budget costs: of a block, of each entry in a new value, of each of these entries that is removed, and of each combination of
+-- holder, flags and scope whose digest changes
 local BLOCK_COST, ENTRY_COST, GONE_COST, COUNTED_COST = 2, 0.1, 0.5, 8
 local SETTLE_COST = 0.5 -- of a holder in a scope
 
--- Parses a holders value. swept: {number of a holder -> is it retired}. Returns the entries of retired holders as
--- numbers, and the value without them.
+-- Parses a holders value. swept: {number of a holder -> whether it is retired}. Returns the entries of retired holders as
+-- numbers, and the value without these entries.
 local function without_retired(value, swept)
   local entries, count = entries_of(value)
   local gone, kept, from = {}, {}, 1

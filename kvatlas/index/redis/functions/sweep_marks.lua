@@ -5,10 +5,10 @@
 --      3... marks of each scope
 -- ARGV and the answer are the same as those of sweep
 
--- budget cost of a field, of each entry that stays, of each that is removed, and of each holder whose digest changes
+-- budget costs: of a field, of each entry that stays, of each entry that is removed, and of each holder whose digest changes
 local FIELD_COST, KEPT_COST, TAKEN_COST, HOLDER_COST = 1, 0.2, 1, 8
 
--- Removes holders from one field of marks. swept: {holder -> is it retired}. Returns the cost.
+-- Removes holders from one field of marks. swept: {holder -> whether it is retired}. Returns the cost.
 local function take_out_of_marks(key, field, value, swept, scope, words_of)
   local size, rest, cost = #field == 8 and MARK or HEAD, {}, FIELD_COST
   for at = 1, #value, size do
@@ -61,7 +61,7 @@ register_always('kvatlas_sweep_marks', function(keys, args)
       cost = cost + SCAN_COST
       for i = 1, #flat, 2 do
         local taken = take_out_of_marks(key, flat[i], flat[i + 1], swept, scope, words_of)
-        cost = cost + taken -- and what words_of added
+        cost = cost + taken -- plus what words_of has added
       end
       seen = seen + #flat / 2
     until cursor == '0' or cost >= budget

@@ -1,5 +1,5 @@
--- untouch: removes scopes from a holder's list of the scopes that it used, if they have no blocks and no marks in this shard: a
--- sweep has nothing to do there.
+-- untouch: removes scopes from a holder's list of the scopes that it used, if they have no blocks and no marks in this shard,
+-- because a sweep has nothing to do there.
 --
 -- KEYS 1 touched
 --      2 held

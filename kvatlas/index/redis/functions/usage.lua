@@ -1,4 +1,4 @@
--- usage: the byte-ms of a holder since it became active, by scope and tier.
+-- usage: reads the byte-ms of a holder since it became active, by scope and tier.
 --
 -- KEYS 1 holders
 --      2 held
@@ -14,7 +14,7 @@ register_read_only('kvatlas_usage', function(keys, args)
   local page = string.sub(touched, 16 * first + 1, 16 * (first + most + 4)) -- a scope has 5 entries at most
   local some, found = {}, {}
   for at = 1, math.min(#page, 16 * most), 16 do
-    if string.byte(page, at + 8) == 0 then -- otherwise it is another entry of a scope
+    if string.byte(page, at + 8) == 0 then -- otherwise it is a further entry of a scope
       some[#some + 1] = string.sub(page, at, at + 7)
     end
   end

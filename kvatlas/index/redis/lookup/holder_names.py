@@ -19,8 +19,8 @@ class HolderNames:
         self._before: dict[int, str] = {}
 
     async def read(self, functions: IndexFunctions) -> None:
-        """Read the current version. If it changes while several calls read many holders, `version` is empty, and the names are
-        those that were active at some moment during the read."""
+        """Read the current version. If it changes while several calls are reading many holders, `version` is empty, and the
+        names are those that were active at some moment during the read."""
         keys, cursor = [self._keys.active, self._keys.meta], b"0"
         names: dict[int, str] = {}
         versions: set[bytes] = set()
@@ -34,8 +34,8 @@ class HolderNames:
             self.version = versions.pop() if len(versions) == 1 else b""
 
     def at(self, version: bytes) -> Mapping[int, str]:
-        """The names at a version: exact for the last-read version. If holders change faster than they can be read, the names
-        are those that were active before and after this version, hence also at it."""
+        """The names at a version; exact for the version that was read last. If holders change faster than they can be read,
+        these are the names that were active both before and after this version, and therefore also at it."""
         if version == self.version:
             return self._names
         return {holder: name for holder, name in self._names.items() if self._before.get(holder) == name}

@@ -1,5 +1,5 @@
-"""The overlap of a chain with what the shards hold: one call to each shard, and further calls for what one call, whose work is
-bounded, leaves over."""
+"""The overlap of a chain with what the shards hold: one call to each shard, and further calls for whatever a call leaves over,
+because the work of one call is bounded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _NAME_TRIES = 3
 
 
 class OverlapLookup:
-    """Looks up chains in all shards of one index. It remembers holders' names, and where runs ended last time."""
+    """Looks up chains in all shards of one index. It remembers the names of holders, and where runs ended the last time."""
 
     def __init__(self, functions: IndexFunctions, readers: Sequence[ShardReader]) -> None:
         self._functions = functions
@@ -71,8 +71,8 @@ class OverlapLookup:
     async def _complete(
         self, keys: Sequence[str], args: Sequence[Any], answer: OverlapAnswer
     ) -> tuple[Sequence[bytes], Sequence[int], dict[int, int]]:
-        """Values, lengths, and each marked holder's position. A call does a bounded amount of work, and may leave the rest to
-        the next one."""
+        """The values, their lengths, and each marked holder's position. A call does a bounded amount of work, and may leave the
+        rest to the next call."""
         hashes, stride, first_index, limit = args
         values, lengths, at = answer.values, answer.lengths, answer.next
         while at:
@@ -100,7 +100,7 @@ class OverlapLookup:
     async def _walk_marks(
         self, reader: ShardReader, scope_id: bytes, hashes: bytes, reach: tuple[int, int], runs: ShardRuns
     ) -> ShardRuns:
-        """The runs, with the marked holders' positions found by looking at every block's marks."""
+        """The runs, with the positions of marked holders that were found by looking at the marks of every block."""
         first_index, limit = reach
         dropped, depths = await reader.dropped(), depths_by_number(runs.values, runs.lengths)
         holders = {number: MarkedHolder(depths[number], dropped[number]) for number in depths if number in dropped}

@@ -56,7 +56,8 @@ def mark_hash(mark: int) -> int:
 
 
 def token_of(content: int, identity: Identity) -> int:
-    """The token of a block. Dynamo's service knows neither tenants nor adapters, so their blocks get different tokens."""
+    """The token of a block. Dynamo's service knows neither tenants nor adapters, so the blocks of different ones get
+    different tokens."""
     if identity == DEFAULT_IDENTITY:
         return content
     return xxhash.xxh32_intdigest(repr((content, identity)).encode())

@@ -5,7 +5,7 @@ as vLLM publishes them, over ZMQ; for hybrids, only the events of full attention
 takes real time, which a replay does not have. So each engine's events are followed by a block that marks their end, and a
 choice waits until the service holds the marks. Then it sees all events so far.
 
-Its guide requires engines with equal hash seeds (PYTHONHASHSEED), so they are equal here.
+Dynamo's guide requires engines with equal hash seeds (PYTHONHASHSEED), so they are equal here.
 
 One difference remains: the service breaks ties between equal workers arbitrarily, so two runs with one seed may differ a
 little.

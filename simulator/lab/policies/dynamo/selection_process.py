@@ -62,7 +62,7 @@ async def _main() -> None:
     for number, events in fleet["workers"].items():
         await selection.add_worker(int(number), events)
     print(json.dumps({"ready": True}), flush=True)
-    while line := sys.stdin.readline():  # nothing else runs meanwhile: the service has its own threads
+    while line := sys.stdin.readline():  # nothing else has to run in the meantime: the service has its own threads
         for name, *args in json.loads(line):
             answer = await getattr(selection, name)(*args)
             if answer is not None:
