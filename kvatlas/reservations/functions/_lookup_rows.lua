@@ -1,4 +1,4 @@
--- What the workers of one row of look-alikes cost without load if they hold this many blocks. See _lookup.lua.
+-- What the workers in one row of look-alikes cost without load if they hold this many blocks. See _lookup.lua.
 --
 -- row: { at = place of its offer, k = place of its kind, kind = number of that, chain (nil: its workers hold no block of the
 -- prompt), step_tokens = those of its predictions' steps (nil: none are made), least_us = results so far, by blocks;
@@ -22,7 +22,7 @@ local function open_row(state, at)
   }
 end
 
--- Returns the tokens that a worker uses if it holds this many blocks.
+-- Returns how many tokens a worker uses if it holds this many blocks.
 local function cached_at(row, depth)
   if not row.chain then
     return 0
@@ -41,7 +41,7 @@ local function cached_at(row, depth)
   return usable > 0 and usable or 0
 end
 
--- Returns the least that it costs without load if it holds no more blocks.
+-- Returns the lowest cost without load of a worker that holds no more blocks than this.
 local function least_at(row, depth)
   local least_us = row.least_us[depth]
   if least_us then
@@ -59,12 +59,12 @@ local function least_at(row, depth)
   return least_us
 end
 
--- Returns the most blocks that unweighed workers of a row may hold.
+-- Returns the largest number of blocks that workers of a row that have not been weighed may hold.
 local function most_of(row)
   return row.chain and row.chain.most or 0
 end
 
--- Returns the least us that such a worker computes before the first token.
+-- Returns the least time in us that such a worker computes before the first token.
 local function least_work(row)
   return row.work_us - math.max(0, worth(row.kinds, row.k, cached_at(row, most_of(row))))
 end

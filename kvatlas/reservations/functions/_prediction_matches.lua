@@ -1,8 +1,8 @@
--- Finds the predictions (prefixes that workers are about to hold) that a chain begins with.
+-- Finds those predictions (prefixes that workers are about to hold) that a chain begins with.
 
 local LONG = 4096 -- a prediction counts once more for every LONG bytes of its hashes
 
--- Returns how many leading steps two packed chains share: if two hashes are equal, so are all before them.
+-- Returns how many leading steps two packed chains have in common: if two hashes are equal, so are all hashes before them.
 local function shared(chain, offset, hashes)
   local low, high = 1, math.min(#chain - offset, #hashes) / HASH_BYTES
   while low < high do
