@@ -1,4 +1,4 @@
-"""Numbers, durations and counts as human-readable text."""
+"""Numbers, durations and counts as text for people to read."""
 
 from collections.abc import Iterable
 

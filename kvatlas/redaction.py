@@ -19,16 +19,16 @@ _USER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def redact_url(url: str) -> str:
-    """The URL, or several separated by commas, with only what can't be a secret: scheme, user, host and port.
+    """The URL, or several separated by commas, reduced to what can't be a secret: scheme, user, host and port.
 
-    Passwords, tokens (NATS takes a user without a password as one), query strings and anything that does not look like a
-    URL become ***, so even mistyped URLs can be shown.
+    Passwords, tokens (NATS reads a user without a password as a token), query strings and anything that does not look like a
+    URL become ***, so that even mistyped URLs can be shown.
     """
     if found := _SENTINELS.fullmatch(url):
         scheme, user, place, query = found.groups()
         return f"{scheme}{'' if user is None else f'{user}:***@'}{place}{'?***' if query else ''}"
     several = [one.strip() for one in url.split(",")]
-    # a comma may also be part of a password: then the parts are not URLs, or only some have a login
+    # a comma may also be part of a password: in that case, the parts are not URLs, or only some of them have a login
     if len({"@" in one for one in several}) == 1 and all(_WHOLE.fullmatch(one) for one in several):
         return ",".join(map(_redact_one, several))
     return _redact_one(url)

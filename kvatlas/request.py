@@ -1,4 +1,4 @@
-"""A request as routers see it (hints, shape), and a worker as a candidate for it (selection result)."""
+"""A request as routers see it (hints, shape), and a worker as a candidate for a request (selection result)."""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -37,9 +37,9 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True, slots=True)
 class Fallbacks:
-    """Values for fields that a request's hints leave out, usually the router's own settings.
+    """Values for the fields that a request's hints leave out, usually taken from the router's own settings.
 
-    Without a tokenizer here or in the hints, the model id also names the tokenizer.
+    If there is no tokenizer here or in the hints, the model id also names the tokenizer.
     """
 
     model_id: str | None = None
@@ -52,7 +52,7 @@ class Fallbacks:
 
 
 class Slo(BaseModel):
-    """The caller's objective: time to the first token, and time for each later token, in milliseconds."""
+    """What the caller aims for: a time to the first token, and a time for each later token, in milliseconds."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow")
 
@@ -64,8 +64,8 @@ DEFAULT_SLO = Slo()
 
 
 class BlockHint(BaseModel):
-    """One block of a prompt, with its own size: `token_count` tokens, and `bytes` of KV cache (None: the request's size for all
-    blocks)."""
+    """One block of a prompt, with a size of its own: `token_count` tokens, and `bytes` of KV cache (None: the size that the
+    request gives for all blocks)."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
@@ -75,15 +75,15 @@ class BlockHint(BaseModel):
 
 
 class RequestHints(BaseModel):
-    """A caller's description of a request, as JSON or keyword arguments; only the prompt is required.
+    """A caller's description of a request, as JSON or as keyword arguments; only the prompt is required.
 
-    A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, 64-bit integers or
-    text; or as `blocks`, each with such a hash and a size; only the last one may have fewer tokens. `chain`: the kind of these
-    hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all can be, otherwise
-    `external:default`. Unknown fields are `ignored_fields`. `token_count` is the prompt's length if the hashes leave out its
-    partial last block. `labels`, `allow` and `deny` restrict the workers that may get it. `cache_reading`: the request's limits
-    on reading the engine's prefix cache (`skip`, `prompt_logprobs`, `logprob_start_len`). `media`: images among the `token_ids`
-    (`id`, `offset`, `length`).
+    A prompt is given as `token_ids`; as precomputed `block_hashes` of blocks of `block_tokens` tokens each, which are 64-bit
+    integers or text; or as `blocks`, each with such a hash and a size; only the last one may have fewer tokens. `chain`: the
+    kind of these hashes, sequence hashes (`own`) or an engine's own hashes (`external:<name>`); by default `own` if all of them
+    can be, otherwise `external:default`. Unknown fields are listed in `ignored_fields`. `token_count` is the length of the
+    prompt if the hashes leave out its partial last block. `labels`, `allow` and `deny` restrict the workers that may get the
+    request. `cache_reading`: the request's limits on reading the engine's prefix cache (`skip`, `prompt_logprobs`,
+    `logprob_start_len`). `media`: images among the `token_ids` (`id`, `offset`, `length`).
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", protected_namespaces=())
@@ -111,7 +111,7 @@ class RequestHints(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Build hints from parsed JSON. Raises InvalidValue, naming the first invalid field."""
+        """Build hints from parsed JSON. Raises InvalidValue, stating the first invalid field."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -126,12 +126,12 @@ class RequestHints(BaseModel):
 
     @property
     def _what(self) -> str:
-        """The request's name in errors."""
+        """How errors refer to the request."""
         return "request" if self.request_id is None else f"request {self.request_id}"
 
     def scope(self, fallbacks: Fallbacks) -> Scope:
-        """The request's identity scope, with the chain that the hints name. Raises InvalidValue if neither the hints nor
-        the fallbacks name a model."""
+        """The request's identity scope, with the chain that the hints name. Raises InvalidValue if neither the hints nor the
+        fallbacks name a model."""
         model_id = self.model_id or fallbacks.model_id
         if not model_id:
             raise InvalidValue(f"{self._what} names no model_id, and there is no fallback")
@@ -144,9 +144,9 @@ class RequestHints(BaseModel):
         )
 
     def to_blocks(self, fallbacks: Fallbacks) -> tuple[BlockKey, ...]:
-        """Keys of the prompt's full blocks, and of the last one of `blocks`.
+        """The keys of the prompt's full blocks, and of the last one of `blocks`.
 
-        The prefix_hash of a key is the previous block's hash; for the first block it is the session id, or "root". Raises
+        The prefix_hash of a key is the hash of the previous block; for the first block, it is the session id or "root". Raises
         InvalidValue if the prompt is given twice or not at all, or if no model is named.
         """
         scope = self.scope(fallbacks)
@@ -160,7 +160,7 @@ class RequestHints(BaseModel):
         return tuple(keys)
 
     def to_shape(self, fallbacks: Fallbacks) -> "RequestShape":
-        """The request as cost and ranking see it. Raises InvalidValue like `to_blocks`."""
+        """The request as cost and ranking see it. Raises InvalidValue in the same cases as `to_blocks`."""
         blocks = self.to_blocks(fallbacks)
         in_blocks = sum(key.token_count for key in blocks)
         total = len(self.token_ids) if self.token_ids is not None else self.token_count
@@ -196,7 +196,7 @@ class RequestHints(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """A request as cost and ranking see it. `tail_tokens` come after the last full block."""
+    """A request as cost and ranking see it. `tail_tokens` are the tokens after the last full block."""
 
     id: str | None
     scope: Scope
@@ -207,22 +207,23 @@ class RequestShape:
 
     @property
     def input_tokens(self) -> int:
-        """Prompt tokens: all blocks and the tail."""
+        """The number of prompt tokens: all blocks and the tail."""
         return sum(key.token_count for key in self.blocks) + self.tail_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionResult:
-    """One worker as a candidate for a request, and the request's cost there.
+    """One worker as a candidate for a request, and what the request would cost there.
 
-    Blocks have the worker's own block size. `required_blocks`: blocks of the prompt, including its partial last one (which no
-    engine keeps for others). `overlap_blocks`: number of leading ones that the worker holds. `resident_tokens`: tokens in them
-    (a lower bound if the worker publishes only every g-th block). `usable_tokens`: number of these that its engine will reuse.
-    `source`: the worker whose copy it would read, for `transferred_tokens` more tokens; with `reads_store` it is a shared
-    store, which its engine reads unasked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are
-    being computed there, or were computed by an engine without events; no event has confirmed them. `load_known=False`: the
-    load is the pool's mean. `over`: what the worker has no room for, and which part of the request's SLO it would miss.
-    `plan`: the plan that was priced. `why`: why the worker can't hold any of the prompt's blocks, if it can't.
+    Blocks have the worker's own block size. `required_blocks`: the number of the prompt's blocks, including its partial last
+    one (which no engine keeps for other requests). `overlap_blocks`: how many leading ones of these the worker holds.
+    `resident_tokens`: the number of tokens in them (a lower bound if the worker publishes only every g-th block).
+    `usable_tokens`: how many of these its engine will reuse. `source`: the worker whose copy it would read, for
+    `transferred_tokens` more tokens; if `reads_store` is set, this is a shared store, which its engine reads without being
+    asked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are being computed there, or were
+    computed by an engine without events; no event has confirmed them. `load_known=False`: the load is the pool's mean. `over`:
+    what the worker has no room for, and which part of the request's SLO it would miss. `plan`: the plan that was priced. `why`:
+    why the worker can't hold any of the prompt's blocks, if it can't.
     """
 
     worker_id: str
@@ -248,7 +249,7 @@ class SelectionResult:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that its engine should report as cached."""
+        """The number of tokens that its engine should report as cached."""
         return self.usable_tokens + self.transferred_tokens + self.predicted_tokens
 
     @property
@@ -261,7 +262,7 @@ class SelectionResult:
         return self.cost.terms
 
     def explain(self) -> str:
-        """One line: overlap, then the cost term by term."""
+        """The explanation as one line: the overlap, then the cost term by term."""
         text = (
             f"{self.worker_id}: {self.overlap_blocks} of {self.required_blocks} blocks resident, "
             f"{'at most ' if self.upper_bound else ''}{self.usable_tokens} tokens usable"

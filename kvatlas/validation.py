@@ -1,7 +1,7 @@
-"""Bounds for values from outside, and pydantic's errors as one line for a user.
+"""Bounds for values that come from outside, and pydantic's errors as one line for a user.
 
 Calculations rely on these bounds: the product of any two values stays below MAX_NUMBER, and values that the store keeps in 32
-bits fit.
+bits fit there.
 """
 
 from fnmatch import fnmatchcase
@@ -12,22 +12,22 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 MAX_NUMBER = (1 << 53) - 1
-"""JSON, Lua and msgpack carry every whole number up to it exactly."""
+"""JSON, Lua and msgpack can all carry every whole number up to this one exactly."""
 MAX_OUTPUT_TOKENS = (1 << 31) - 1
-"""Largest expected output of a request: multiplied by any token price it stays below MAX_NUMBER."""
+"""Largest expected output of a request: multiplied by any token price, it stays below MAX_NUMBER."""
 MAX_BLOCK_TOKENS = 1 << 20
 """Largest number of tokens in a block."""
 MAX_BLOCK_BYTES = (1 << 32) - 1
-"""Largest number of KV cache bytes in a block; the store keeps 32 bits."""
+"""Largest number of KV cache bytes in a block; the store keeps it in 32 bits."""
 MAX_KV_BLOCKS = (1 << 32) - 1
-"""Blocks of an engine's cache: with the largest blocks its tokens stay below MAX_NUMBER."""
+"""Largest number of blocks in an engine's cache: with the largest blocks, its tokens stay below MAX_NUMBER."""
 MAX_GRANULARITY = 1 << 16
 MAX_LOOKAHEAD = 64
-"""Tokens after a block that its hash covers."""
+"""Largest number of tokens after a block that its hash covers."""
 MAX_ITEMS = 64
-"""Limit of labels or of groups per worker."""
+"""Maximum number of labels, or of groups, per worker."""
 MAX_TENANTS = 1_024
-"""Limit of tenant names in one identity."""
+"""Maximum number of tenant names in one identity."""
 
 Positive = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
@@ -45,7 +45,7 @@ Text = Annotated[str, Field(max_length=512)]
 Url = Annotated[str, Field(max_length=2_048)]
 OutputTokens = Annotated[int, Field(ge=0, le=MAX_OUTPUT_TOKENS)]
 DEFAULT_DECODE_TOKENS = 128
-"""Assumed length of an answer if none is given."""
+"""The length that is assumed for an answer if none is given."""
 
 _OF_TYPE = {
     "int_parsing": "an integer",
@@ -75,7 +75,7 @@ _LIMITS = {
 
 
 def describe_expected(error: ErrorDetails) -> str:
-    """What one error of a ValidationError expected, as a phrase `expected ...`."""
+    """What one error in a ValidationError expected, as a phrase `expected ...`."""
     kind = error["type"]
     context: dict[str, Any] = error.get("ctx", {})
     if kind in _OF_TYPE:
@@ -92,13 +92,13 @@ def describe_expected(error: ErrorDetails) -> str:
 
 
 def describe_invalid(error: ValidationError, whole: str) -> str:
-    """The first error in one line, with the field's path; `whole` names the input if it is wrong as a whole."""
+    """The first error, as one line with the path of the field; `whole` names the input if it is wrong as a whole."""
     first = error.errors()[0]
     return describe_mistake(".".join(map(str, first["loc"])) or whole, first)
 
 
 def describe_mistake(where: str, error: ErrorDetails) -> str:
-    """One error of a ValidationError in one line; `where` names the field."""
+    """One error in a ValidationError, as one line; `where` names the field."""
     context: dict[str, Any] = error.get("ctx", {})
     match error["type"]:
         case "missing":
@@ -112,12 +112,12 @@ def describe_mistake(where: str, error: ErrorDetails) -> str:
 
 
 def _unquoted(names: str) -> str:
-    """Names without quotes: pydantic quotes each."""
+    """The names without the quotes that pydantic puts around each of them."""
     return names.replace("'", "")
 
 
 def _plain(number: float) -> str:
-    """A limit without a trailing `.0`: pydantic reports the limits of floats as floats."""
+    """A limit without a trailing `.0`, because pydantic reports the limits of floats as floats."""
     return str(int(number)) if number == int(number) else str(number)
 
 

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """The installed distribution's version; "0" if it is not installed."""
+    """The version of the installed distribution; "0" if it is not installed."""
     try:
         return version("kvatlas")
     except PackageNotFoundError:

@@ -78,7 +78,7 @@ CASES = (
     Case("tenants with adapters", "tenants"),
     Case("200 tenants, heavy tails", "tails", longer=3),
     Case("bursts on new prefixes", "bursts", longer=2),
-    Case("long answers", "thought", longer=4),
+    Case("long answers", "thought", longer=3),
     Case("chats with giants, 8 workers", "giants", replace(FLEET, workers=8), longer=3),
     Case("agents, rolling restart", "agents", replace(FLEET, outages=_ROLLING)),
     Case("agents, the busiest worker is lost", "agents", replace(FLEET, outages=(Outage(None, 0.5, 0.5, 0.9),))),

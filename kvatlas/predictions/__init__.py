@@ -1,1 +1,1 @@
-"""Predicted and real cached tokens: how we compare them, and where the counts are stored."""
+"""Predicted and actual cached tokens: how we compare them, and where the counts are stored."""

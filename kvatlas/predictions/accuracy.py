@@ -1,4 +1,4 @@
-"""Compares engines' answers with routers' predictions: deviations, their counts, and what to do about them."""
+"""Compares the answers of engines with the predictions of routers: deviations, their counts, and what to do about them."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -19,11 +19,11 @@ MAX_STALLED = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A router's expectation of one answer.
+    """What a router expects of one answer.
 
-    `prompt_tokens=None`: unknown. `unconfirmed_tokens`: those of `cached_tokens` that no event has confirmed; they were
-    being computed, or the worker sends no events. `by_index=False`: the index was not used, or did not answer in time.
-    `bounded`: the prediction is an upper bound of what the engine reuses, or that bound times the share seen in earlier
+    `prompt_tokens=None`: unknown. `unconfirmed_tokens`: those of the `cached_tokens` that no event has confirmed, because they
+    were still being computed or the worker sends no events. `by_index=False`: the index was not used, or did not answer in
+    time. `bounded`: the prediction is an upper bound of what the engine reuses, or that bound times the share seen in earlier
     answers.
     """
 
@@ -35,12 +35,12 @@ class Prediction:
 
 
 class Deviation(StrEnum):
-    """Why an engine found a different number of cached prompt tokens than predicted; the first reason that applies.
+    """Why an engine found a different number of cached prompt tokens than was predicted; the first reason that applies.
 
     `OTHER_TOKENS`: its prompt tokens differ from the router's count. `WITHOUT_INDEX`: the choice was made without the index.
-    `BOUNDED`: only an upper bound was known, as for SGLang's hybrid models: nothing is wrong. `NEWER`: it found more, which
-    was stored or published after the choice. `UNCONFIRMED`: it found what events had confirmed, but not all of the prefix
-    that was in flight or only predicted. `EVICTED`: it found less than events had confirmed.
+    `BOUNDED`: only an upper bound was known, as for SGLang's hybrid models; nothing is wrong. `NEWER`: it found more, which was
+    stored or published after the choice. `UNCONFIRMED`: it found what events had confirmed, but not all of the prefix that was
+    in flight or only predicted. `EVICTED`: it found less than events had confirmed.
     """
 
     NONE = "none"
@@ -63,7 +63,7 @@ MEANING: Mapping[Deviation, str] = {
 
 
 def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> Deviation:
-    """The deviation of an answer with these token counts from its prediction."""
+    """How an answer with these token counts deviates from its prediction."""
     if cached_tokens == predicted.cached_tokens:
         return Deviation.NONE
     if predicted.prompt_tokens not in (None, prompt_tokens):
@@ -83,9 +83,9 @@ def deviation(predicted: Prediction, prompt_tokens: int, cached_tokens: int) -> 
 class AnswerCounts:
     """Counts since the router started.
 
-    `prompts_*`: the engine's prompt tokens compared with ours. `cached_*`: its cached tokens compared with the prediction,
-    by `Deviation`; `cached_untold`: answers that don't report them. `predicted_tokens` and `cached_tokens`: sums over the
-    answers that do.
+    `prompts_*`: the engine's prompt tokens compared with ours. `cached_*`: its cached tokens compared with the prediction, by
+    `Deviation`; `cached_untold`: the number of answers that don't report them. `predicted_tokens` and `cached_tokens`: sums
+    over the answers that do report them.
     """
 
     prompts_equal: int = 0
@@ -103,7 +103,7 @@ class AnswerCounts:
 
     @property
     def by_deviation(self) -> dict[Deviation, int]:
-        """Number of deviating answers by reason."""
+        """The number of answers that deviate, by reason."""
         return {
             Deviation.OTHER_TOKENS: self.cached_other_tokens,
             Deviation.WITHOUT_INDEX: self.cached_without_index,
@@ -144,7 +144,8 @@ class AnswerCounts:
 
 
 class ForeignTenant(WireRecord):
-    """Requests of a tenant that recently went to workers whose blocks belong to another tenant, the last to `worker_id`."""
+    """Requests of a tenant that recently went to workers whose blocks belong to a different tenant. The last one went to
+    `worker_id`."""
 
     tenant_id: Name
     published_tenant_id: Name
@@ -155,9 +156,9 @@ class ForeignTenant(WireRecord):
 class AnswerReport(WireRecord):
     """One router's counts of the answers in one pool, and a description of the last prompt whose tokens differed.
 
-    `prompt_tokens`: of the answers that report cached tokens. `stalled`: workers that make no progress although they have
-    work. `recent`: the counts of the last minute; only these are judged. `condition`: of the whole router. Earlier routers
-    report neither these nor `foreign_tenants`."""
+    `prompt_tokens`: of the answers that report cached tokens. `stalled`: workers that make no progress although they have work.
+    `recent`: the counts of the last minute; only these are judged. `condition`: the condition of the whole router. Earlier
+    routers report neither these three nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""

@@ -1,4 +1,4 @@
-"""The growth of counters in the last minute. Counters since the start never fall, so they would show a single fault
+"""How much counters have grown in the last minute. Counters since the start never fall, so they would show a single fault
 forever."""
 
 from collections import deque
@@ -10,7 +10,7 @@ STEP_S = 2.0
 
 
 class RecentCounts:
-    """Call `grown` regularly. A name that appears later counts from 0."""
+    """Call `grown` regularly. A name that appears later is counted from 0."""
 
     def __init__(self, window_s: float = WINDOW_S, clock: Callable[[], float] = monotonic) -> None:
         self._window_s = window_s
@@ -18,7 +18,7 @@ class RecentCounts:
         self._kept: deque[tuple[float, Mapping[str, int]]] = deque([(clock(), {})])
 
     def grown(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The growth of each counter within the window, as far as it was read."""
+        """How much each counter has grown within the window, as far as it was read."""
         now = self._clock()
         while len(self._kept) > 1 and self._kept[1][0] <= now - self._window_s:
             self._kept.popleft()

@@ -1,4 +1,4 @@
-"""Routers' counts of answers, in the slot of their pool. `kvatlas doctor` reads them."""
+"""Routers' counts of answers, in the slot of the pool. `kvatlas doctor` reads them."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 KEEP_US = 60_000_000
-"""A router without a report for this long is gone, and its counts with it."""
+"""A router that has not reported for this long is gone, and so are its counts."""
 MAX_ROUTERS = 256
 
 
@@ -29,8 +29,8 @@ class StoredReport(NamedTuple):
 
 
 async def read_stored_reports(store: Store, pool_id: str, now_us: int) -> dict[str, StoredReport]:
-    """The reports that have not expired at `now_us` (the store's clock), by router id. Raises Unreachable, and InvalidValue
-    for a report of an unknown form."""
+    """The reports that have not expired at `now_us` (the store's clock), by router id. Raises Unreachable, or InvalidValue for
+    a report of an unknown form."""
     reports: dict[str, StoredReport] = {}
     for router_id, value in (await store.ask(store.client.hgetall(answers_key(pool_id)))).items():
         ends_us, _, packed = value.partition(b" ")

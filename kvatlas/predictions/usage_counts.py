@@ -1,4 +1,4 @@
-"""Usage counted from answers, in their pool's slot of the store. It outlives the routers that counted it."""
+"""Usage counted from answers, in the pool's slot of the store. The counts outlive the routers that made them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Self
@@ -11,12 +11,12 @@ from kvatlas.reservations.redis_calls import call_pool
 from kvatlas.store.connection import Store
 
 MOST_USERS = 10_000
-"""Limit of users per pool; any more are counted together, without names."""
+"""Maximum number of users per pool; any further ones are counted together, without names."""
 USERS_A_REPORT = 200
 
 
 class User(NamedTuple):
-    """The user that answers belong to. `program`: the client in the clients file that sent the requests; empty: unknown."""
+    """The user to whom answers belong. `program`: the client in the clients file that sent the requests; empty: unknown."""
 
     scope: Scope
     program: str = ""
@@ -27,7 +27,7 @@ class User(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> "User | None":
-        """Unpack a user; None for users whose names are not kept. Raises InvalidValue."""
+        """Unpack a user. Returns None for users whose names are not kept. Raises InvalidValue."""
         if not packed:
             return None
         try:
@@ -38,7 +38,8 @@ class User(NamedTuple):
 
 
 class AnswerUse(NamedTuple):
-    """Sums over answers that report cached prompt tokens. `saved_us`: the priced time to compute these tokens."""
+    """Sums over the answers that report cached prompt tokens. `saved_us`: the time, as priced, that it would take to compute
+    these tokens."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -56,14 +57,14 @@ def usage_keys(pool_id: str) -> list[str]:
 async def add_answer_use(
     store: Store, router_id: str, number: int, pool_id: str, used: Mapping[User, AnswerUse]
 ) -> None:
-    """Add to the totals. A report whose number is not above the router's last one changes nothing. At most USERS_A_REPORT
-    users. Raises Unreachable; the report may then be sent again."""
+    """Add to the totals. A report whose number is not above that of the router's last report changes nothing. Takes at most
+    USERS_A_REPORT users. Raises Unreachable; the report may then be sent again."""
     amounts = [word for user, use in used.items() for word in (user.pack(), *use)]
     await call_pool(store, "used", pool_id, [router_id, number, MOST_USERS, *amounts], keys=usage_keys(pool_id))
 
 
 async def read_answer_use(store: Store, pool_id: str) -> dict[User | None, AnswerUse]:
-    """Read the totals. Raises Unreachable, and InvalidValue for unreadable ones."""
+    """Read the totals. Raises Unreachable, or InvalidValue if they can't be read."""
     found: dict[User | None, AnswerUse] = {}
     cursor = -1
     while cursor:

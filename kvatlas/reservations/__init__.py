@@ -1,4 +1,4 @@
-"""Reservations: routers' bookings on a pool's workers. One protocol, two implementations (memory, redis)."""
+"""Reservations: routers' bookings on a pool's workers. There is one protocol with two implementations (memory, redis)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need redis-py (9 MiB, a tenth of a second) only when they are used: publishers don't use them."""
+    """Import names that need redis-py (9 MiB, a tenth of a second) only when they are used, because publishers don't use
+    them."""
     if name == "RedisReservations":
         from kvatlas.reservations.redis import RedisReservations
 

@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Any)
 
 
 class Deadlines(Generic[K]):
-    """When each id is due. An id has one deadline."""
+    """When each id is due. Each id has one deadline."""
 
     def __init__(self) -> None:
         self._due_us: dict[K, int] = {}
@@ -20,7 +20,7 @@ class Deadlines(Generic[K]):
         return id in self._due_us
 
     def add(self, due_us: int, id: K) -> None:
-        """Set the time when an id is due, replacing an earlier one."""
+        """Set the time at which an id is due, replacing an earlier one."""
         self._due_us[id] = due_us
         heappush(self._heap, (due_us, id))
         if len(self._heap) > 2 * len(self._due_us) + SLACK:  # discarded ids stay in the heap until they are due
@@ -31,7 +31,7 @@ class Deadlines(Generic[K]):
         self._due_us.pop(id, None)
 
     def list_due(self, until_us: int) -> list[tuple[int, K]]:
-        """(due time, id) of the ids that are due by then, earliest first."""
+        """(due time, id) for the ids that are due by then, earliest first."""
         return sorted((due_us, id) for id, due_us in self._due_us.items() if due_us <= until_us)
 
     def take_due(self, now_us: int) -> list[K]:

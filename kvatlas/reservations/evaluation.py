@@ -30,7 +30,7 @@ HeldTokens = Mapping[LookupChain, Mapping[str, int]]
 
 
 class WorkerLoad(NamedTuple):
-    """A worker's `reported` load, None if unknown, and the load `booked` since."""
+    """A worker's `reported` load, None if it is unknown, and the load that has been `booked` since."""
 
     reported: Load | None
     booked: Load
@@ -38,7 +38,7 @@ class WorkerLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prediction that an offered worker holds `steps` steps of the prompt, from `ready_us` on."""
+    """A prediction that a worker with an offer holds `steps` steps of the prompt, from `ready_us` on."""
 
     worker_id: str
     steps: int
@@ -46,14 +46,14 @@ class PrefixMatch:
 
 
 class UsablePrediction(NamedTuple):
-    """The value of a prediction for its worker: the `tokens` that its engine would use, from `ready_us` on."""
+    """What a prediction is worth to its worker: the `tokens` that its engine would use, from `ready_us` on."""
 
     tokens: int
     ready_us: int
 
 
 class Candidates(NamedTuple):
-    """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` in the same order.
+    """Every worker that an ask may choose: its `offers`, then one for each look-alike; `limits` are in the same order.
 
     `rings`: ties go to the lowest place: that among the workers that a lookup names, or the distance from the ask's place on
     the ring; -1 for an offer that names its worker. `held_tokens`: what each holds, if that is looked up.
@@ -118,7 +118,7 @@ def held_by(lookup: Lookup, row: int, worker_id: str, held: HeldTokens) -> int:
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
-    """The offer to a worker that holds this much of the prompt, from its row of look-alikes in an ask with a lookup."""
+    """The offer to a worker that holds this much of the prompt, made from its row of look-alikes in an ask with a lookup."""
     assert ask.lookup is not None
     row_offer = ask.look_alikes[row].offer
     kind, base_us, work_us = row_offer.kind, row_offer.base_us, row_offer.work_us
@@ -131,7 +131,7 @@ def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer
 
 
 def next_source(fetching: Fetching | None, busy_until_us: Mapping[str, int], now_us: int) -> str | None:
-    """The first free source, otherwise the one that becomes free first; None if there are no sources."""
+    """The first source that is free, otherwise the one that becomes free first; None if there are no sources."""
     if fetching is None:
         return None
     return min(fetching.sources, key=lambda source: max(now_us, busy_until_us.get(source, 0)))
@@ -207,35 +207,35 @@ class Weighed(NamedTuple):
 
 
 def usable_tokens(kind: OfferKind, predicted_tokens: int) -> int:
-    """Number of a predicted prefix's tokens that a worker's engine would reuse."""
+    """How many tokens of a predicted prefix a worker's engine would reuse."""
     return max(0, min(predicted_tokens, kind.limit_tokens) - kind.lost_tokens)
 
 
 def worth_us(prices: Prices, tokens: int) -> float:
-    """The time that holding these tokens saves."""
+    """How much time it saves to hold these tokens."""
     us = prices.token_us * tokens + prices.token_squared_us * tokens * tokens
     return us - prices.hit_us if tokens > 0 else us
 
 
 def backlog_us(prices: Prices, load: Load) -> float:
-    """Cost of waiting for the tokens queued before a request."""
+    """The cost of waiting for the tokens that are queued ahead of a request."""
     return prices.queued_us * (load.queued_prefill_tokens + load.waiting_requests * prices.waiting_tokens)
 
 
 def left_us(prices: Prices, work_us: float, cached_tokens: int, tokens: int) -> float:
-    """What remains of `work_us` if `tokens` are cached instead of `cached_tokens`. Rounding may make it slightly negative."""
+    """What remains of `work_us` if `tokens` instead of `cached_tokens` are cached. Rounding may make it slightly negative."""
     return work_us - (worth_us(prices, tokens) - worth_us(prices, cached_tokens))
 
 
 def interference_us(interference: float, left_us: float, running: int) -> float:
-    """Cost of delaying a worker's `running` requests. An engine computes prompt tokens in the same steps as its decodes
-    (chunked prefill), so each open request waits about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
+    """The cost of delaying a worker's `running` requests. An engine computes prompt tokens in the same steps as its decodes
+    (chunked prefill), so each open request waits for about as long as the prompt takes (Agrawal et al., Sarathi-Serve,
     2024)."""
     return interference * max(0.0, left_us) * running
 
 
 def ready_us(offer: Offer, found: OfferEvaluation, now_us: int) -> int:
-    """When a request's prefill should end if it goes to the offered worker now."""
+    """When the prefill of a request should end if the request goes to this offer's worker now."""
     prices, cached = offer.kind.prices, found.predicted_tokens or offer.cached_tokens
     work_us = left_us(prices, offer.work_us, offer.cached_tokens, cached)
     return now_us + math.ceil(backlog_us(prices, found.load) + found.wait_us + max(0, work_us))
@@ -253,8 +253,8 @@ def evaluate_offer(
 ) -> tuple[float, OfferEvaluation]:
     """The cost of an offer, and its parts.
 
-    `mean` stands in for an unknown load. `prediction`: the best one for the offer's worker. `in_flight`: the largest number
-    of tokens that an offered worker is computing now.
+    `mean` stands in for an unknown load. `prediction`: the best prediction for the offer's worker. `in_flight`: the largest
+    number of tokens that any worker with an offer is computing now.
     """
     prices = offer.kind.prices
     load = (mean if worker.reported is None else worker.reported) + worker.booked
@@ -282,7 +282,7 @@ def evaluate_offer(
 
 
 def _check_slo(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> tuple[int, float]:
-    """Which parts of the SLO are missed, and by how much (us)."""
+    """Which parts of the SLO would be missed, and by how much (us)."""
     over, missed = 0, 0.0
     if limits.ttft_us > 0 and ttft_us > limits.ttft_us:
         over, missed = over | Over.TTFT, ttft_us - limits.ttft_us
@@ -292,7 +292,7 @@ def _check_slo(limits: Limits, limit: Limit, ttft_us: float, load_us: float) -> 
 
 
 def _check_room(limits: Limits, limit: Limit, load: Load, kv_tokens: int, cached: int) -> int:
-    """Limits that a worker with known load would exceed. KV for prompts that wait there counts as taken."""
+    """The limits that a worker with a known load would exceed. KV for prompts that wait there counts as taken."""
     over = 0
     if limit.slots > 0 and load.running_decodes >= limit.slots:
         over |= Over.SLOTS

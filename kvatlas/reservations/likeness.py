@@ -1,11 +1,12 @@
-"""Likeness: workers on which a request costs the same, apart from their load and the blocks that they hold.
+"""Likeness: workers on which a request costs the same, apart from their load and from the blocks that they hold.
 
-A router that looks for the cheapest of a thousand workers names a likeness instead of its workers, and the store has those
-workers sorted by load. So indexers, which report workers, and routers must agree on the likeness. It depends only on the fleet
-record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse rules) share a likeness.
+A router that looks for the cheapest of a thousand workers names a likeness instead of its workers, and the store keeps the
+workers of that likeness sorted by load. Indexers, which report workers, and routers must therefore agree on the likeness. It
+depends only on the fleet record, not on a router's settings. Workers that differ only in a router's settings (rates, reuse
+rules) have the same likeness.
 
-Look-alikes with equal costs stand on a **ring**, at the first 32 bits of the SHA-1 of their ids. A prompt goes to the next
-worker after its own place, so different prompts spread, and equal ones meet.
+Look-alikes with equal costs are placed on a **ring**, according to the first 32 bits of the SHA-1 of their ids. A prompt goes
+to the next worker after its own place, so different prompts are spread out, and equal ones meet.
 """
 
 from functools import lru_cache
@@ -20,7 +21,7 @@ RING = 1 << 32
 
 
 def likeness_of(record: FleetRecord) -> bytes:
-    """A worker's likeness, 8 bytes; empty for a worker that gets no requests now."""
+    """The likeness of a worker, 8 bytes; empty for a worker that currently gets no requests."""
     if not record.routable:
         return b""
     endpoint = record.endpoint
@@ -37,7 +38,7 @@ def likeness_of(record: FleetRecord) -> bytes:
         endpoint.eagle,
         endpoint.events,
         cache_blocks,
-        *endpoint.stores,  # without stores, the same bytes as in versions that don't know them
+        *endpoint.stores,  # if there are no stores, the bytes are the same as in versions that don't know them
         *([record.tenants] if record.tenants else []),  # likewise
         *([endpoint.kv_connector.value] if endpoint.kv_connector else []),
         *([tuple(sorted(endpoint.tier_block_bytes.items()))] if endpoint.tier_block_bytes else []),

@@ -1,7 +1,7 @@
 """A lookup: what the look-alikes of an ask hold of a prompt, found in the index by the same call that chooses among them.
 
-Without one, an ask says what its look-alikes hold, and names all that hold something else. With one, look-alikes may hold the
-prompt to any depth, so the ask stays small even if each worker holds a different part of it.
+Without a lookup, an ask says what its look-alikes hold, and names all workers that hold something else. With a lookup,
+look-alikes may hold the prompt to any depth, so the ask stays small even if each worker holds a different part of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,38 +14,38 @@ from kvatlas.errors import KvatlasError
 from kvatlas.identity import Scope
 
 MOST_LOOKED_UP = 8_192
-"""Limit of the hashes of all chains in one ask. More would make the call's argument too long."""
+"""Maximum number of hashes in all chains of one ask. More of them would make the call's argument too long."""
 MOST_LOOKED_UP_CHAINS = 4
-"""Limit of the chains of one ask: the store serves no one else while it looks them up. Pools with more shapes of blocks are
-looked up separately."""
+"""Maximum number of chains of one ask, because the store serves no one else while it looks them up. Pools with more shapes of
+blocks are looked up separately."""
 MOST_NAMED = 64
-"""Limit of the workers that a lookup names."""
+"""Maximum number of workers that a lookup names."""
 MOST_ODD_BYTES = 32_768
-"""Limit of the bytes of odd workers in one ask. More would make the call's argument too long."""
+"""Maximum number of bytes for the odd workers in one ask. More would make the call's argument too long."""
 
 
 class LookupImpossible(KvatlasError):
-    """The blocks that the workers of an ask hold have to be looked up separately."""
+    """The blocks that the workers of an ask hold must be looked up separately."""
 
 
 class NotInHbm(LookupImpossible):
-    """The cheapest worker of an ask with a lookup holds blocks in other tiers. Only the caller knows what
-    reading those costs, so the worker's price here is too low."""
+    """The cheapest worker of an ask with a lookup holds blocks in other tiers. Only the caller knows what it costs to read
+    those, so the worker's price here is too low."""
 
 
 class IndexUnreadable(LookupImpossible):
-    """The index in the store is damaged, or its user may not read it."""
+    """The index in the store is damaged, or its user is not allowed to read it."""
 
 
 class TooManyAlike(LookupImpossible):
-    """More workers may be the cheapest than one call may read."""
+    """More workers may be the cheapest than one call is allowed to read."""
 
 
 class Reuse(NamedTuple):
-    """How many of a worker's held tokens its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
+    """How many of the tokens that a worker holds its engine uses for one prompt (`kvatlas.blocks.reuse.ReuseRule`).
 
-    At most `most_tokens`. `lost_tokens` of a hit are lost: before that limit if `loses_first`, otherwise after it. `share` of
-    the rest is used, cut to a multiple of `unit_tokens`.
+    At most `most_tokens` are used. `lost_tokens` of a hit are lost: before that limit applies if `loses_first` is set,
+    otherwise after it. `share` of the rest is used, rounded down to a multiple of `unit_tokens`.
     """
 
     most_tokens: int
@@ -56,13 +56,13 @@ class Reuse(NamedTuple):
 
     @classmethod
     def of(cls, rule: ReuseRule, input_tokens: int, block_size: int, readable_tokens: int | None) -> "Reuse":
-        """A rule for one prompt; the arguments are those of `ReuseRule.usable_tokens`."""
+        """The rule for one prompt; the arguments are those of `ReuseRule.usable_tokens`."""
         unit = rule.alignment_tokens or (block_size if rule.block_aligned else 1)
         most = rule.limit_tokens(input_tokens, readable_tokens)
         return cls(most, rule.dropped_blocks * block_size, rule.drops_resident, min(1.0, rule.share), unit)
 
     def usable_tokens(self, held_tokens: int) -> int:
-        """Equal to `ReuseRule.usable_tokens`; the Lua twin is in `functions/_lookup.lua`."""
+        """Gives the same result as `ReuseRule.usable_tokens`; its twin in Lua is in `functions/_lookup.lua`."""
         if self.loses_first:
             usable = min(held_tokens - self.lost_tokens, self.most_tokens)
         else:
@@ -73,7 +73,7 @@ class Reuse(NamedTuple):
 
 
 class LookupChain(NamedTuple):
-    """A prompt's packed sequence hashes, as workers of one shape announce them; each stands for `tokens` tokens."""
+    """A prompt's packed sequence hashes, as workers with one shape of blocks announce them; each stands for `tokens` tokens."""
 
     tokens: int
     hashes: bytes
@@ -81,15 +81,15 @@ class LookupChain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is looked up. `chains` and `reuse` have one entry for each of the ask's rows of look-alikes; workers of a row
-    without a chain hold no block of the prompt.
+    """What is looked up. `chains` and `reuse` have one entry for each of the ask's rows of look-alikes; workers in a row
+    without a chain hold no blocks of the prompt.
 
-    Several rows may have one likeness: the first is for all its workers but the `odd` ones, which have the row of that number.
-    Marks are not read: workers with marks need an ask without a lookup. `home`: the worker of the prompt's session, which
-    costs `home_us` less than its row.
+    Several rows may have the same likeness: the first one is for all its workers except the `odd` ones, which belong to the row
+    with the number given there. Marks are not read: workers with marks need an ask without a lookup. `home`: the worker of the
+    prompt's session, which costs `home_us` less than its row.
 
     `named`: workers, each with the number of its row. If there are any, no others are candidates; ties go to the first of them,
-    and all are part of the answer.
+    and the answer includes all of them.
     """
 
     scope: Scope

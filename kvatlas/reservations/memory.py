@@ -1,6 +1,6 @@
-"""Reservations in process memory: the reference model, and the choice for a single router without a store.
+"""Reservations in the memory of a process: the reference model, and the choice for a single router without a store.
 
-`memory_pool` keeps the state of a pool, and stays fast however much is booked.
+`memory_pool` keeps the state of a pool, and stays fast however much has been booked.
 """
 
 import time
@@ -49,7 +49,7 @@ CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` returns microseconds. `index`: read by asks with a lookup."""
+    """See `Reservations`. `clock_us` returns microseconds. `index`: the index that asks with a lookup read."""
 
     fed_by_indexer = False
     search: ClassVar[type[Search]] = Search
@@ -159,7 +159,7 @@ class MemoryReservations:
         return found
 
     def wait_without_room(self, pool_id: str, router_id: str, waiting: WaitingRequest, found: Evaluation) -> None:
-        """Let a request wait unless the workers that were chosen without bookings have room. Raises MustWait and
+        """Make a request wait unless the workers that were chosen without bookings have room. Raises MustWait or
         QueueIsFull."""
         pool, now = self._purge(pool_id)
         self._check_room(pool, router_id, waiting, found, frozenset(), now)
@@ -167,12 +167,12 @@ class MemoryReservations:
     def turns_now(
         self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
     ) -> Turns:
-        """`turns`, without waiting."""
+        """Call `turns` without waiting."""
         pool, now = self._purge(pool_id)
         return pool.queue.turns(router_id, left, waiting, now)
 
     def release_now(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
-        """`release`, without waiting."""
+        """Call `release` without waiting."""
         pool, now = self._pool(pool_id), self._clock_us()
         if id in pool.booked:
             pool.queue.record_end(id, output_tokens, called_off=outcome is Outcome.CALLED_OFF)
@@ -181,7 +181,7 @@ class MemoryReservations:
         return self._drop_reservation(pool, id, outcome, now)
 
     def report_now(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
-        """`report`, without waiting."""
+        """Call `report` without waiting."""
         pool, now = self._purge(pool_id)
         for worker_id, report in reports.items():
             worker = pool.workers.setdefault(worker_id, PoolWorker())
@@ -212,7 +212,7 @@ class MemoryReservations:
         return any((worker := workers.get(id)) is not None and worker.load_at(now) is not None for id in worker_ids)
 
     def predicted_steps(self, pool_id: str, worker_id: str) -> int:
-        """Number of steps that a worker is predicted to hold."""
+        """The number of steps that a worker is predicted to hold."""
         return self._pool(pool_id).predicted_steps(worker_id)
 
     # ------------------------------------------------------------ pieces
@@ -260,7 +260,7 @@ class MemoryReservations:
         return replace(found, source=source), matches
 
     def _take_turn(self, pool: MemoryPool, booking: Booking, now: int) -> frozenset[str]:
-        """The workers that a request must leave to others. Raises MustWait (including if it is not its turn) and
+        """The workers that a request must leave to others. Raises MustWait (also if it is not the request's turn) or
         QueueIsFull."""
         waiting, queue = booking.waiting, pool.queue
         if waiting is None or not waiting.may_wait or not queue:
@@ -279,7 +279,7 @@ class MemoryReservations:
         blocked: frozenset[str],
         now: int,
     ) -> None:
-        """Let a request wait unless its workers have room. Raises MustWait and QueueIsFull."""
+        """Make a request wait unless its workers have room. Raises MustWait or QueueIsFull."""
         queue = pool.queue
         chosen = {found.chosen, found.computing}
         full = any(found.by_offer[number].over & NO_ROOM for number in chosen)
@@ -390,7 +390,7 @@ class MemoryReservations:
 
 
 def _common_steps(mine: bytes, theirs: bytes) -> int:
-    """Number of equal leading steps."""
+    """The number of leading steps that are equal."""
     common = 0
     for at in range(0, min(len(mine), len(theirs)), HASH_BYTES):
         if mine[at : at + HASH_BYTES] != theirs[at : at + HASH_BYTES]:

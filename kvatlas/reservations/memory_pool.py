@@ -1,6 +1,6 @@
 """One pool of `MemoryReservations`: bookings and predictions by worker, with sums that are kept up to date.
 
-Nothing here iterates over all bookings: with ten thousand open ones, another booking costs as much as the first.
+Nothing here iterates over all bookings: when ten thousand are open, another booking costs as much as the first one did.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 
 @dataclass(frozen=True, slots=True)
 class BookedRequest:
-    """A reservation. `booked_us`: only a load sample that covers this time includes it."""
+    """A reservation. `booked_us`: when it was booked; a load sample includes it only if it covers this time."""
 
     worker_id: str
     router_id: str
@@ -48,7 +48,7 @@ class PredictedPrefix:
 
 @dataclass(slots=True)
 class PoolWorker:
-    """A worker's report, and its bookings. The load sample covers bookings up to `covered_us`; `uncovered` has the others,
+    """A worker's report, and its bookings. The load sample covers bookings up to `covered_us`; `uncovered` holds the others,
     with their sums."""
 
     incarnation: int | None = None
@@ -69,11 +69,11 @@ class PoolWorker:
 
     @property
     def load_booked(self) -> Load:
-        """The load booked since the sample."""
+        """The load that has been booked since the sample."""
         return Load(self.running, self.queued_tokens, 0, self.kv_tokens)
 
     def count(self, request: BookedRequest, sign: int) -> None:
-        """Add a booking to the sums, or (-1) remove it."""
+        """Add a booking to the sums (1) or remove it from them (-1)."""
         self.running += sign
         self.queued_tokens += sign * request.queued_tokens
         self.kv_tokens += sign * request.kv_tokens
@@ -89,7 +89,7 @@ class MemoryPool:
         self.called_off: Deadlines[bytes] = Deadlines()
         self.routers: dict[str, int] = {}
         self.busy_until_us: dict[str, int] = {}
-        """When the fetches booked at each source should end."""
+        """When the fetches that are booked at each source should end."""
         self.queue = PoolQueue()
         self.rates: dict[str, Evidence] = {} if rates is None else rates
         self.ends: Deadlines[bytes] = Deadlines()
@@ -114,7 +114,7 @@ class MemoryPool:
             worker.count(request, 1)
 
     def end_prefill(self, id: bytes) -> None:
-        """Record that a booking's prompt no longer waits."""
+        """Record that the prompt of a booking is no longer waiting."""
         request = self.booked[id]
         worker = self.workers[request.worker_id]
         if id in worker.uncovered:
@@ -122,7 +122,7 @@ class MemoryPool:
         self.booked[id] = replace(request, queued_tokens=0, prefilling=False)
 
     def remove_booking(self, id: bytes) -> BookedRequest | None:
-        """Remove and return a booking; None if it does not (or no longer) exist."""
+        """Remove and return a booking. Returns None if it does not (or no longer) exist."""
         request = self.booked.pop(id, None)
         if request is None:
             return None
@@ -139,11 +139,11 @@ class MemoryPool:
         return request
 
     def cover(self, worker: PoolWorker, until_us: int, sample: LoadReport) -> Load:
-        """Apply a load sample. It includes the worker's bookings up to this time, except prompts that its engine has not
-        computed: as many as wait there, plus one running request, whose prefill may have just begun. Those are the newest
-        bookings, because engines compute in the order of arrival.
+        """Apply a load sample. It includes the worker's bookings up to this time, except for prompts that its engine has not
+        computed yet: as many as are waiting there, plus that of one running request, whose prefill may have just begun. Those
+        are the newest bookings, because engines compute in the order of arrival.
 
-        Returns the sample's load without the requests whose bookings keep counting. An engine that reports tokens but no
+        Returns the load in the sample without the requests whose bookings keep counting. An engine that reports tokens but no
         waiting requests knows its queue: its sample includes everything.
         """
         load, waiting = sample.load, sample.waiting
@@ -203,11 +203,11 @@ class MemoryPool:
         return list(self._of_worker.get(worker_id, ()))
 
     def predicted_steps(self, worker_id: str) -> int:
-        """Number of steps that a worker is predicted to hold."""
+        """The number of steps that a worker is predicted to hold."""
         return self._steps.get(worker_id, 0)
 
     def predictions_along(self, hashes: bytes) -> list[bytes]:
-        """Predictions whose first step is part of this chain, at the same place."""
+        """The predictions whose first step is part of this chain, at the same place."""
         found: list[bytes] = []
         for first in self._firsts:
             step = hashes[first * HASH_BYTES : (first + 1) * HASH_BYTES]

@@ -14,18 +14,18 @@ from kvatlas.reservations.room_and_slo import Limits
 from kvatlas.reservations.waiting_request import WaitingRequest, digest
 
 _packer = msgpack.Packer(use_bin_type=False)
-"""In msgpack's older form, in which text and bytes are one type, because the store's Lua reads byte strings only in that
+"""Uses msgpack's older form, in which text and bytes are one type, because the store's Lua reads byte strings only in that
 form."""
 
 
 def pack(value: Any) -> bytes:
-    """A value as the store's Lua reads it."""
+    """A value in the form that the store's Lua reads."""
     packed: bytes = _packer.pack(value)
     return packed
 
 
 def _pack_fields(*values: Any) -> bytes:
-    """Fields of a list of up to 15, without its head: several of these, joined after one head, make one list."""
+    """The fields of a list of up to 15, without its head: several of these, joined after one head, make up one list."""
     return pack(values)[1:]
 
 
@@ -39,7 +39,8 @@ _NO_FETCHES = _pack_fields([], [])
 
 
 def pack_ask(ask: Ask, lookup: bytes) -> bytes:
-    """An ask in the form of `functions/_evaluation.lua`. `lookup`: packed, in the form of `functions/_lookup.lua`."""
+    """An ask in the form that `functions/_evaluation.lua` reads. `lookup`: packed, in the form that `functions/_lookup.lua`
+    reads."""
     chains = [(cut.step_tokens, cut.hashes) for cut in ask.chains]
     numbers: dict[int, int] = {}
     kinds: list[Any] = []
@@ -76,7 +77,7 @@ def pack_ask(ask: Ask, lookup: bytes) -> bytes:
 
 
 def pack_lookup(lookup: Lookup, keys: ShardKeys, odd: bytes) -> bytes:
-    """A lookup in the form of `functions/_lookup.lua`; `odd`: its odd workers, packed."""
+    """A lookup in the form that `functions/_lookup.lua` reads; `odd`: its odd workers, packed."""
     chains = lookup.distinct_chains
     numbers = {id(one): number for number, one in enumerate(chains, 1)}
     reuse: list[float] = []
@@ -95,12 +96,12 @@ def _index_fields(keys: ShardKeys, scope_id: bytes) -> bytes:
 
 
 def flat_rows(row_of: Mapping[str, int]) -> list[str | int]:
-    """Workers of a lookup, each with the number of its row."""
+    """The workers of a lookup, each with the number of its row."""
     return [part for worker_id, row in row_of.items() for part in (worker_id, row + 1)]
 
 
 def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
-    """A request in the form of `functions/_queue.lua`."""
+    """A request in the form that `functions/_queue.lua` reads."""
     return (
         request.id,
         digest(request.tenant),
@@ -119,8 +120,8 @@ def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
 
 
 def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """All sources, each once, and what offers, then look-alikes, would fetch: number of the row (from 1), us, numbers of its
-    sources."""
+    """All sources, each once, and what the offers, then the look-alikes, would fetch: the number of the row (from 1), us, and
+    the numbers of its sources."""
     numbers: dict[str, int] = {}
     fetching = chain((one.fetching for one in ask.offers), (one.offer.fetching for one in ask.look_alikes))
     rows = [

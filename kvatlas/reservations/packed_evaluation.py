@@ -1,4 +1,4 @@
-"""The store's answer to an ask, and the evaluations in it, computed when they are read."""
+"""The store's answer to an ask, and the evaluations in it, which are computed when they are read."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -23,13 +23,13 @@ from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 from kvatlas.reservations.waiting_request import MustWait, Place, QueueIsFull, WaitReason
 
 _WORKER = Struct(">12d")
-"""The start of a worker's record, see `functions/_layout.lua`."""
+"""The start of a worker's record; see `functions/_layout.lua`."""
 _NOT_IN_HBM, _TOO_MANY, _MUST_WAIT, _QUEUE_IS_FULL = -2, -3, -4, -5
 _WAIT_REASONS = {1: WaitReason.FULL, 2: WaitReason.TURN}
 
 
 class _OfferEvaluations(Sequence[OfferEvaluation]):
-    """Each offer's evaluation, recomputed on access exactly as in the store: a router reads one of many.
+    """The evaluation of each offer, computed again on access exactly as in the store, because a router reads just one of many.
 
     `records`: the stored record of each offer's worker (`functions/_layout.lua`).
     """
@@ -94,7 +94,7 @@ class _OfferEvaluations(Sequence[OfferEvaluation]):
 
 
 class _MemberOffers(Sequence[Offer]):
-    """The offers to look-alikes that were looked up, each made when it is read: a router reads one of them.
+    """The offers to the look-alikes that were looked up, each made when it is read, because a router reads just one of them.
 
     `rows`: the numbers of their rows of look-alikes, from 1.
     """
@@ -126,8 +126,8 @@ class _MemberOffers(Sequence[Offer]):
 
 
 def unpack_evaluation(ask: Ask, answer: bytes) -> Evaluation | None:
-    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`; None for a booking that was cancelled. Raises
-    LookAlikesUnknown, MustWait and QueueIsFull."""
+    """Unpack the answer of `functions/_choice.lua` or `functions/book.lua`. Returns None for a booking that was cancelled.
+    Raises LookAlikesUnknown, MustWait or QueueIsFull."""
     chosen, *rest = msgpack.unpackb(answer, raw=True)
     if not chosen:
         return None

@@ -1,7 +1,7 @@
-"""Chooses a pair: one worker computes the prompt, another the answer. The Lua twin is `functions/_pair_choice.lua`.
+"""Chooses a pair: one worker computes the prompt, and another one the answer. The twin in Lua is `functions/_pair_choice.lua`.
 
-A pair costs the sum of prefill, transfer and decode. The transfer depends only on the prefill worker's group, so only the
-cheapest worker of each group is tried: the work grows with workers, not with pairs.
+A pair costs the sum of prefill, transfer and decode. The transfer depends only on the group of the prefill worker, so only the
+cheapest worker of each group is tried: the work grows with the number of workers, not of pairs.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from kvatlas.reservations.protocol import PairLayout
 def choose_pair(layout: PairLayout, scores: Sequence[tuple[int, float]]) -> tuple[int | None, int]:
     """The offers that compute the prompt (None: the other one does) and the answer.
 
-    `scores`: each offer's level (`limits.level`) and cost. The levels of a pair add up, and count before costs. Ties go to
-    a worker that does both, then to the first. The ask must have an offer that can be chosen.
+    `scores`: the level (`limits.level`) and the cost of each offer. The levels of a pair add up, and matter more than costs.
+    Ties go to a worker that does both, then to the first one. The ask must contain an offer that can be chosen.
     """
     first_both = layout.prefills + layout.decodes
     prefill: int | None = None

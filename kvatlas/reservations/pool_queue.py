@@ -1,4 +1,4 @@
-"""The order in which a pool's waiting requests get a worker. Pure; its twin is `functions/_queue.lua`.
+"""The order in which the waiting requests of a pool get a worker. Pure; its twin is `functions/_queue.lua`.
 
 1. **Priority**: lower first.
 2. **Tenants**: the one that has received the least service goes first. A tenant's counter grows with the service that its
@@ -8,11 +8,12 @@
 3. **Within a tenant**: requests of programs that already run come before the first requests of new programs; then those
    whose deadline is nearest; then those that arrived first.
 
-A request may be tried when it is among the first few of its lane, the window. The window doubles whenever one of these
-requests finds room, and shrinks to a single request when one finds none, so many freed places are given out at once.
+A request may be tried when it is among the first few of its lane, its window. The window doubles whenever one
+of these requests finds room, and shrinks to a single request when one of them finds none, so that many places that become free
+are given out at the same time.
 
-**Lanes** are requests that may go to the same workers (`kvatlas.reservations.queue_lines`). A request must not take a
-worker of another lane whose first request is ahead of it; it may go to any other worker.
+A **lane** consists of the requests that may go to the same workers (`kvatlas.reservations.queue_lines`). A request must not
+take a worker of another lane whose first request is ahead of it; it may go to any other worker.
 
 A router's requests keep their places only while the router keeps asking whose turn it is (`LEASE_US`).
 """
@@ -39,19 +40,19 @@ from kvatlas.reservations.waiting_request import (
 
 LEASE_US = 1_000_000
 PROGRAM_US = 300_000_000
-"""A program counts as running until this long after its last request was booked."""
+"""How long a program counts as running after its last request was booked."""
 FORGET_US = 60_000_000
 """Counters are forgotten when no request has waited for this long."""
 MOST_COUNTERS, MOST_CHARGES = 2_048, 65_536
-"""Number of counters above which those of tenants that do not wait are forgotten, and number of charges above which estimates
-are not corrected."""
+"""Number of counters above which those of tenants that are not waiting are forgotten, and number of charges above which
+estimates are not corrected."""
 MOST_COUNTER = 9_000_000_000_000_000
-"""A whole number of 16 digits that the store's Lua still computes exactly."""
+"""A whole number with 16 digits with which the store's Lua still calculates exactly."""
 
 
 class _Key(NamedTuple):
-    """A request's order among those of all lanes. `order`: rank, counter, place; never before its predecessor's in the
-    lane. `number`: its number in the lane."""
+    """The place of a request among those of all lanes. `order`: rank, counter and place; never before that of its predecessor
+    in the lane. `number`: the request's number in its lane."""
 
     order: tuple[int, int, LinePlace]
     number: int
@@ -79,7 +80,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _State:
-    """The state that is dropped when nothing waits any more."""
+    """The state that is dropped when nothing is waiting any more."""
 
     entries: dict[bytes, _Entry] = field(default_factory=dict)
     lines: QueueLines = field(default_factory=QueueLines)
@@ -92,7 +93,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """The charge for a booking."""
+    """What a booking was charged with."""
 
     account: Account
     weight_milli: int
@@ -101,7 +102,7 @@ class _Charge:
 
 
 class PoolQueue:
-    """The queue of one pool. Times are microseconds of one clock."""
+    """The queue of one pool. Times are in microseconds of one clock."""
 
     def __init__(self) -> None:
         self._state = _State()
@@ -116,7 +117,7 @@ class PoolQueue:
         return len(self._state.entries)
 
     def purge(self, now: int) -> None:
-        """Drop requests that waited too long, and those of routers that no longer ask."""
+        """Drop requests that have waited too long, and those of routers that no longer ask."""
         for router in [router for router, until in self._leases.items() if until <= now]:
             del self._leases[router]
             for id in list(self._state.own.get(router, ())):
@@ -130,7 +131,7 @@ class PoolQueue:
         self._leases[router_id] = now + LEASE_US
 
     def enter(self, request: WaitingRequest, router_id: str, now: int) -> None:
-        """Add a request, unless it waits already. Raises QueueIsFull."""
+        """Add a request, unless it is waiting already. Raises QueueIsFull."""
         self.renew_lease(router_id, now)
         state = self._state
         if request.id in state.entries:
@@ -166,7 +167,7 @@ class PoolQueue:
         state.tokens += entry.tokens
 
     def remove(self, id: bytes, now: int) -> bool:
-        """Remove a request. False if it does not wait."""
+        """Remove a request. Returns False if it is not waiting."""
         state = self._state
         entry = state.entries.pop(id, None)
         if entry is None:
@@ -207,7 +208,7 @@ class PoolQueue:
         return Place(reason, ahead, len(state.entries), state.tokens)
 
     def blocked_for(self, id: bytes) -> frozenset[str] | None:
-        """The workers that a request must leave to others if it is tried now; None if it is not its turn."""
+        """The workers that a request must leave to others if it is tried now; None if it is not the request's turn."""
         return self._turns(self._windows(wide=False), id).get(id)
 
     def narrow(self, id: bytes) -> None:
@@ -218,7 +219,7 @@ class PoolQueue:
     def record_booked(
         self, request: WaitingRequest, booking_id: bytes, uncached_tokens: int, cached_tokens: int, now: int
     ) -> None:
-        """Record that a request was booked. If it or others waited, its tenant is charged."""
+        """Record that a request was booked. If it or others have been waiting, its tenant is charged."""
         tenant = digest(request.tenant)
         if request.program:
             self._programs.add(now + PROGRAM_US, (tenant, request.program))
@@ -238,8 +239,8 @@ class PoolQueue:
         self._charges[booking_id] = _Charge(account, request.weight_milli, request.output_tokens, service)
 
     def record_end(self, booking_id: bytes, output_tokens: int | None = None, *, called_off: bool = False) -> None:
-        """Record that a booking ended. `output_tokens`: what its answer took, in place of the estimate; None: unknown. If it
-        was called off, nothing is charged."""
+        """Record that a booking has ended. `output_tokens`: the number of tokens that its answer took, in place of the
+        estimate; None: unknown. If it was called off, nothing is charged."""
         charge = self._charges.pop(booking_id, None)
         if charge is None or charge.account not in self._counters:
             return
@@ -276,8 +277,8 @@ class PoolQueue:
     # ------------------------------------------------------------ pieces
 
     def _may_wait(self, request: WaitingRequest, tenant: str) -> bool:
-        """True within the limits, or within the tenant's share of them: a tenant that fills the queue does not keep others
-        out."""
+        """True within the limits, or within the tenant's share of them, so that a tenant that fills the queue does not keep
+        others out."""
         state, limits, tokens = self._state, request.limits, request.input_tokens
         waiting = len(state.entries)
         if waiting < limits.requests and (not waiting or state.tokens + tokens <= limits.tokens):
@@ -287,7 +288,7 @@ class PoolQueue:
         return own.requests + 1 <= limits.requests * share and own.tokens + tokens <= limits.tokens * share
 
     def _windows(self, *, wide: bool) -> dict[str, list[_Key]]:
-        """The first requests of each lane, in their order. `wide`: as many as its window may ever have."""
+        """The first requests of each lane, in their order. `wide`: as many as the lane's window can ever hold."""
         lines = self._state.lines
         widths = {name: lines.width(name) for name in lines.lanes}
         return {
@@ -296,8 +297,8 @@ class PoolQueue:
         }
 
     def _first(self, lane: str, most: int) -> list[_Key]:
-        """A lane's first requests. Lines of one lane with equal counters are in the order of their tenants' digests; requests
-        of different lanes, in that of their places."""
+        """The first requests of a lane. Lines of one lane with equal counters are in the order of their tenants' digests;
+        requests of different lanes are in the order of their places."""
         state = self._state
         heads: list[tuple[tuple[int, int, str, LinePlace], Line, int]] = []
 
@@ -319,15 +320,15 @@ class PoolQueue:
         return first
 
     def _turns(self, windows: dict[str, list[_Key]], until: bytes | None = None) -> dict[bytes, frozenset[str]]:
-        """The requests that may be tried now, with the workers that each must leave to other lanes; up to one request, if
-        given."""
+        """The requests that may be tried now, each with the workers that it must leave to other lanes; only up to one request,
+        if it is given."""
         lanes = self._state.lines.lanes
         taken: Counter[str] = Counter()
-        """By worker, how many of these lanes may go to it."""
+        """For each worker, how many of these lanes may go to it."""
         passed: set[str] = set()
-        """Lanes whose first request came before."""
+        """The lanes whose first request came before."""
         holder: str | None = None
-        """The lane among these that may go to all workers."""
+        """The one among these lanes that may go to all workers."""
         turns: dict[bytes, frozenset[str]] = {}
         for _, _, name, id in sorted(one for first in windows.values() for one in first):
             mine, own = lanes[name].workers or frozenset(), int(name in passed)

@@ -1,7 +1,7 @@
 """Reservations: the protocol, and the values that its calls take and return.
 
-A pool's load is what its workers report plus what routers have booked on them since. A **reservation** is one request on one
-worker: it queues the prompt tokens that the worker has to compute until the first token arrives, and runs until it is
+The load of a pool is what its workers report plus what routers have booked on them since then. A **reservation** is one request
+on one worker: it queues the prompt tokens that the worker has to compute until the first token arrives, and runs until it is
 released. A **prediction** is the cache content that a reservation leaves behind: the prompt's blocks count as held by the
 worker from the time when its prefill should end until its events confirm them or the prediction ends (see `Reservations`).
 
@@ -10,7 +10,7 @@ lower bound within STEP_BLOCKS - 1 blocks.
 
 A choice among hundreds of workers names only a few of them. The rest are **look-alikes**: workers of one likeness that hold
 the same blocks and differ only in their load. An ask makes one offer to all of them, and the store, which keeps them sorted by
-load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`) they may hold different parts of the prompt, too.
+load, finds the cheapest. With a lookup (`kvatlas.reservations.lookup`), they may also hold different parts of the prompt.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,30 +30,32 @@ from kvatlas.reservations.waiting_request import Turns, WaitingRequest
 
 STEP_BLOCKS = 8
 MAX_STEPS = 1_024
-"""Longer prompts are predicted only this far: 8,192 blocks."""
+"""Longer prompts are predicted only up to this point: 8,192 blocks."""
 MOST_OFFERS, MOST_LIKENESSES, MOST_STEPS = 192, 32, 2_048
-"""Limits of one ask: offers and kinds of look-alikes together, kinds of look-alikes, and steps of all chains. More would hold
-up the store for long."""
+"""Limits of one ask: offers and kinds of look-alikes together, kinds of look-alikes, and the steps of all chains. More of these
+would hold up the store for a long time."""
 ID_BYTES = 16
 MOST_SOURCES = 16
-"""Limit of equal sources that one offer names."""
+"""Maximum number of equal sources that one offer names."""
 
 STALE_US = 5_000_000
-"""Older load samples are ignored: engines are sampled each second."""
+"""Load samples older than this are ignored: engines are sampled every second."""
 ARRIVAL_US = 100_000
-"""A load sample includes bookings made at least this long before it: the time a request may take to reach its engine."""
+"""A load sample includes bookings made at least this long before it: the time that a request may take to reach its engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepChain:
-    """A prompt cut for one block size: `step_tokens` tokens per step, and 8 packed bytes for each step (made by `of`)."""
+    """A prompt, cut into steps for one block size: `step_tokens` tokens per step, and 8 packed bytes for each step (made by
+    `of`)."""
 
     step_tokens: int
     hashes: bytes
 
     @classmethod
     def of(cls, scope_id: bytes, block_size: int, chain: bytes) -> "StepChain":
-        """Cut a prompt's packed sequence hashes. The scope is mixed in, so equal tokens in two scopes differ."""
+        """Cut a prompt's packed sequence hashes into steps. The scope is mixed in, so that equal tokens in two scopes
+        differ."""
         hashes = thin(chain[: MAX_STEPS * STEP_BLOCKS * HASH_BYTES], STEP_BLOCKS)
         mixed = int.from_bytes(hashes, "big") ^ int.from_bytes(scope_id * (len(hashes) // HASH_BYTES), "big")
         return cls(block_size * STEP_BLOCKS, mixed.to_bytes(len(hashes), "big"))
@@ -62,11 +64,11 @@ class StepChain:
 class OfferKind(NamedTuple):
     """Everything about a request that is the same on all look-alikes.
 
-    `chain`: index of the ask's chain that matches their block size; None: no match, and nothing is predicted. A predicted
-    prefix of n tokens has min(n, `limit_tokens`) - `lost_tokens` usable ones. A prediction is believed for `believed_us`
-    after its expected time; on workers whose events confirm nothing, up to `capacity_steps` steps are believed (0: events
-    confirm). `interference`: cost of each microsecond by which computing this prompt delays one of the worker's open
-    requests.
+    `chain`: the index of the ask's chain that matches their block size; None: no chain matches, and nothing is predicted. A
+    predicted prefix of n tokens has min(n, `limit_tokens`) - `lost_tokens` usable ones. A prediction is believed for
+    `believed_us` after the time at which it should be ready; on workers whose events confirm nothing, up to `capacity_steps`
+    steps are believed (0: events confirm them). `interference`: the cost of each microsecond by which computing this prompt
+    delays one of the worker's open requests.
     """
 
     chain: int | None
@@ -79,18 +81,18 @@ class OfferKind(NamedTuple):
 
 
 class Fetching(NamedTuple):
-    """A transfer of `us` microseconds that a request makes its worker begin, from any one of these equal `sources`."""
+    """A transfer of `us` microseconds that a request makes its worker start, from any one of these equal `sources`."""
 
     sources: tuple[str, ...]
     us: int
 
 
 class Offer(NamedTuple):
-    """A worker that may be booked, and the request's cost there.
+    """A worker that may be booked, and what the request costs there.
 
-    `held_steps`: steps that the index knows of; `cached_tokens`: everything cached. `base_us`: the cost without load, of
-    which `work_us` pass before the first token. Offers of one `kind` share the object. `fetching`: what it would fetch from
-    other workers, if anything.
+    `held_steps`: the steps that the index knows of; `cached_tokens`: everything that is cached. `base_us`: the cost without
+    load, of which `work_us` pass before the first token. Offers of one `kind` share that object. `fetching`: what the worker
+    would fetch from others, if anything.
     """
 
     worker_id: str
@@ -105,7 +107,8 @@ class Offer(NamedTuple):
 class LookAlikes(NamedTuple):
     """The same offer to all workers of a likeness (`kvatlas.reservations.likeness`) that the ask does not name otherwise.
 
-    `offer`: without a worker id. `decode_us`: see `Limit`; their other limits are those that they reported.
+    `offer`: an offer without a worker id. `decode_us`: see `Limit`; the other limits of these workers are those that they
+    reported.
     """
 
     likeness: bytes
@@ -115,11 +118,11 @@ class LookAlikes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """How the offers of an ask form pairs: one worker computes the prompt and another the answer.
+    """How the offers of an ask form pairs, in which one worker computes the prompt and another one the answer.
 
-    The first `prefills` offers compute only the prompt, the next `decodes` only the answer, all others both. `groups` has a
-    group number for each prefill offer; `transfers_us` has for each decode offer the time to move the prompt's KV there from
-    each group; below 0: it can't be moved.
+    The first `prefills` offers only compute the prompt, the next `decodes` offers only the answer, and all others compute both.
+    `groups` holds a group number for each prefill offer. For each decode offer, `transfers_us` holds the time that it takes to
+    move the prompt's KV there from each group; below 0: it can't be moved.
     """
 
     prefills: int
@@ -130,18 +133,18 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Asks for the cheapest of `offers`, and of the offers to `look_alikes`, now. Ties go to the first offer,
-    then to the next look-alike on the ring (`kvatlas.reservations.likeness`) from `ring` on.
+    """Asks for the cheapest of the `offers`, and of the offers to `look_alikes`, as of now. Ties go to the first offer, then to
+    the next look-alike on the ring (`kvatlas.reservations.likeness`) from `ring` on.
 
-    `again_factor`: extra cost of a token that another worker is computing now, as a multiple of its price. `limits` absent:
-    none are checked. `pair_layout` absent: one offer is chosen, not a pair.
+    `again_factor`: the extra cost of a token that another worker is computing now, as a multiple of its price. If `limits` are
+    absent, none are checked. If `pair_layout` is absent, one offer is chosen, not a pair.
 
     `skipped`: workers that get no offer as look-alikes. If the store knows fewer than `least_members` look-alikes, counting
-    skipped workers and those with their own offer, the ask raises LookAlikesUnknown.
+    skipped workers and those with an offer of their own, the ask raises LookAlikesUnknown.
 
-    `lookup`: what each look-alike holds is looked up. Their offers are then those of workers that hold nothing, and the ask has
-    no other offers. A lookup may name the only workers to consider. Such an ask may raise LookupImpossible, and needs
-    reservations that `look_up`.
+    `lookup`: what each look-alike holds is looked up. The offers to look-alikes are then those for workers that hold nothing,
+    and the ask has no other offers. A lookup may name the only workers to consider. Such an ask may raise LookupImpossible, and
+    needs reservations that `look_up`.
     """
 
     offers: Sequence[Offer]
@@ -162,17 +165,16 @@ class LookAlikesUnknown(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """An ask whose cheapest offer is reserved under an id that the router made (16 bytes, never used twice).
+    """An ask whose cheapest offer is to be reserved, under an id that the router made (16 bytes, never used twice).
 
-    The reservation lives as long as the router's lease, which this call renews, and at most `longest_us`. If a pair is
-    chosen, `id` is the reservation of the worker that computes the answer, `prefill_id` that of the worker that computes
+    The reservation lives as long as the router's lease, which this call renews, but no longer than `longest_us`. If a pair is
+    chosen, `id` is the reservation of the worker that computes the answer, and `prefill_id` that of the worker that computes
     the prompt.
 
-    With `waiting`, nothing is reserved if no worker has room, or if others come first: the request gets a place in the pool's
-    queue (`kvatlas.reservations.pool_queue`).
+    If `waiting` is set and no worker has room, or others come first, nothing is reserved: the request gets a place in the
+    pool's queue (`kvatlas.reservations.pool_queue`).
 
-    Raises InvalidValue for an id of another length, an ask without offers, or a pair layout without a second
-    id.
+    Raises InvalidValue for an id of a different length, an ask without offers, or a pair layout without a second id.
     """
 
     id: bytes
@@ -196,12 +198,12 @@ class Booking:
 
 
 class OfferEvaluation(NamedTuple):
-    """The parts of an offer's cost: reported and booked load, and the prefix that the worker is predicted to hold.
+    """The parts of an offer's cost: the reported and booked load, and the prefix that the worker is predicted to hold.
 
-    `load_known` False: its reported load is unknown or too old, and the mean of the others stands in. `predicted_tokens`:
-    if above 0, the tokens that count as held after waiting `wait_us` longer than for its backlog. `again_tokens`: tokens
-    that another worker is computing now and this one would compute too. `over`: limits that it would exceed (flags of
-    `kvatlas.reservations.room_and_slo.Over`); `missed_us`: by how much it would miss the SLO.
+    `load_known` False: the worker's reported load is unknown or too old, and the mean of the others stands in for it.
+    `predicted_tokens`: if above 0, the tokens that count as held after waiting `wait_us` longer than for the worker's backlog.
+    `again_tokens`: tokens that another worker is computing now, and that this one would compute too. `over`: the limits that it
+    would exceed (flags of `kvatlas.reservations.room_and_slo.Over`); `missed_us`: by how much it would miss the SLO.
     """
 
     load: Load
@@ -215,12 +217,12 @@ class OfferEvaluation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The cheapest of `offers`, and the parts of each offer's cost, in the same order.
+    """The cheapest of the `offers`, and the parts of each offer's cost, in the same order.
 
     `offers`: those of the ask, then those to look-alikes, as far as the choice had to read them. With a pair layout, `chosen`
-    computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` has the workers of
-    the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt fetches:
-    among those that its offer names, the one whose booked transfers end first.
+    computes the answer and `prefill` the prompt (None: `chosen` computes both). With a lookup, `worker_ids` lists the workers
+    of the offers, and `held_tokens` what they hold. `source`: the worker from which the one that computes the prompt fetches;
+    among those that its offer names, this is the one whose booked transfers end first.
     """
 
     chosen: int
@@ -245,10 +247,10 @@ class Evaluation:
 class Outcome(StrEnum):
     """The outcome of a reservation.
 
-    `FINISHED`: its prompt was computed. `FAILED`: perhaps not, so blocks that were still being computed are no longer
-    believed. `BROKEN`: its engine failed; blocks that it had computed are no longer believed either, unless its events report
-    them. `CALLED_OFF`: the call was not answered, so it is unknown whether the booking was made; if it arrives late, it is
-    refused.
+    `FINISHED`: its prompt was computed. `FAILED`: the prompt may not have been computed, so blocks that were still being
+    computed are no longer believed. `BROKEN`: its engine failed; blocks that the engine had computed are no longer believed
+    either, unless its events report them. `CALLED_OFF`: the call was not answered, so it is unknown whether the booking was
+    made; if it arrives late, it is refused.
     """
 
     FINISHED = "finished"
@@ -258,7 +260,7 @@ class Outcome(StrEnum):
 
 
 class BookingEnd(NamedTuple):
-    """The first token of a reservation (`outcome` None), or its end; `output_tokens` None: unknown."""
+    """The first token of a reservation (`outcome` None), or its end. `output_tokens` None: unknown."""
 
     id: bytes
     outcome: Outcome | None
@@ -267,11 +269,11 @@ class BookingEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's load sample, `age_us` old. `covers`: it includes the bookings made ARRIVAL_US before it was taken.
+    """A worker's load sample, which is `age_us` old. `covers`: it includes the bookings that were made ARRIVAL_US before it was
+    taken.
 
-    `waiting`: requests whose prompts the engine had not begun. The sample says little about their tokens. Instead, the
-    bookings of the newest requests keep counting: as many as wait, plus one that may be partly computed
-    (`MemoryPool.cover`).
+    `waiting`: requests whose prompts the engine had not begun. The sample says little about their tokens. Instead, the bookings
+    of the newest requests keep counting: as many as are waiting, plus one that may be partly computed (`MemoryPool.cover`).
     """
 
     load: Load
@@ -284,7 +286,7 @@ class LoadReport:
 class WorkerReport:
     """A worker's incarnation, and its load if it reports one.
 
-    `likeness`: equal for look-alikes; empty if the worker gets no requests now. `limit`: its request slots and its KV.
+    `likeness`: equal for look-alikes; empty if the worker currently gets no requests. `limit`: its request slots and its KV.
     """
 
     incarnation: int
@@ -294,8 +296,8 @@ class WorkerReport:
 
     @classmethod
     def of(cls, record: FleetRecord, now_us: int) -> "WorkerReport":
-        """The report in a fleet record. `now_us`: the clock of the heartbeat's receiver, or one that agrees with the
-        worker's."""
+        """The report that a fleet record contains. `now_us`: the time by the clock of the heartbeat's receiver, or by a clock
+        that agrees with the worker's."""
         return cls(record.incarnation, _load_report(record, now_us), likeness_of(record), limit_of(record))
 
 
@@ -303,7 +305,7 @@ def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
     if record.load is None:
         return None
     load = Load.of(record.load, record.endpoint.block_size or 1)
-    if not record.load.sampled_us:  # taken at an unknown time: it may include any of the bookings, or none
+    if not record.load.sampled_us:  # sampled at an unknown time: it may include any of the bookings, or none
         return LoadReport(load, 0, covers=False)
     if record.load_age_us is None or not record.heard_us:
         age_us = max(0, now_us - record.load.sampled_us)
@@ -313,15 +315,16 @@ def _load_report(record: FleetRecord, now_us: int) -> LoadReport | None:
 
 
 class Reservations(Protocol):
-    """The bookings of every router on every pool. All calls raise Unreachable; times are those of the store's clock.
+    """The bookings of every router on every pool. All calls raise Unreachable; times are by the store's clock.
 
     Promises: `book` chooses and reserves in one step, so that all routers see each other's bookings. A fetch keeps its source
-    busy for as long as it should take, whatever becomes of the request. A reservation ends with its release, its router's
-    lease, its worker's retirement, or its longest time, whichever comes first; ending it again changes nothing. A prediction
-    ends when it is no longer believed, or when its request fails; a settled one also ends with its worker's incarnation.
+    busy for as long as it should take, whatever becomes of the request. A reservation ends when it is released, when its
+    router's lease ends, when its worker is retired, or after its longest time, whichever comes first; ending it again changes
+    nothing. A prediction ends when it is no longer believed, or when its request fails; a settled one also ends with the
+    incarnation of its worker.
 
-    If the store's clock goes back (another server's clock, or a step), all bookings and predictions end with the next
-    report. Otherwise they would count until the clock has caught up.
+    If the store's clock goes back (because it is another server's clock, or was set), all bookings and predictions end with the
+    next report. Otherwise they would count until the clock has caught up.
     """
 
     @property
@@ -330,42 +333,42 @@ class Reservations(Protocol):
 
     @property
     def look_up(self) -> bool:
-        """True if an ask may have a lookup: the index is at hand."""
+        """True if an ask may have a lookup, because the index is at hand."""
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
-        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown and LookupImpossible."""
+        """What `book` would choose now. Books nothing. Raises LookAlikesUnknown or LookupImpossible."""
 
     async def book(self, pool_id: str, booking: Booking) -> Evaluation | None:
-        """Reserve the cheapest offer; None if the booking was cancelled before. Sent again, it replaces the first one.
-        Raises LookAlikesUnknown and LookupImpossible, and for a request that may wait MustWait and QueueIsFull; then nothing
-        is reserved."""
+        """Reserve the cheapest offer. Returns None if the booking was cancelled before. If it is sent again, it replaces the
+        first one. Raises LookAlikesUnknown or LookupImpossible and, for a request that may wait, MustWait or QueueIsFull; in
+        these cases, nothing is reserved."""
 
     async def turns(
         self, pool_id: str, router_id: str, left: Collection[bytes], waiting: Sequence[WaitingRequest]
     ) -> Turns:
-        """Which of a router's waiting requests may be tried now. They wait for as long as it asks, at least once in
-        `kvatlas.reservations.pool_queue.LEASE_US`. `left`: requests that no longer wait; `waiting`: some that still do, which
-        are added if they are missing."""
+        """Which of a router's waiting requests may be tried now. They wait for as long as the router asks, at least once every
+        `kvatlas.reservations.pool_queue.LEASE_US`. `left`: requests that are no longer waiting; `waiting`: some that still are,
+        which are added if they are missing."""
 
     async def record_first_token(self, pool_id: str, id: bytes) -> bool:
-        """Record that the request's first token has arrived. False if the reservation does not exist, or this was recorded
-        before."""
+        """Record that the request's first token has arrived. Returns False if the reservation does not exist, or if this has
+        been recorded before."""
 
     async def release(self, pool_id: str, id: bytes, outcome: Outcome, output_tokens: int | None = None) -> bool:
-        """End a reservation. False if it does not (or no longer) exist. `output_tokens`: those of the answer, if known: the
-        queue's fairness counts them in place of the estimate."""
+        """End a reservation. Returns False if it does not (or no longer) exist. `output_tokens`: the number of tokens in the
+        answer, if known; for the queue's fairness, they count in place of the estimate."""
 
     async def record_ends(self, pool_id: str, ends: Sequence[BookingEnd]) -> None:
-        """`record_first_token` (outcome None) and `release` for many reservations, in order."""
+        """Call `record_first_token` (outcome None) or `release` for many reservations, in order."""
 
     async def find_booked(self, pool_id: str, ids: Sequence[bytes]) -> set[bytes]:
-        """The reservations among these that were not released. Those that recently ended on their own may be included."""
+        """Those of these reservations that have not been released. Some that recently ended on their own may be included."""
 
     async def renew_lease(self, pool_id: str, router_id: str, lease_us: int) -> bool:
-        """Renew a router's lease. False if it had expired, and with it every reservation made under it."""
+        """Renew a router's lease. Returns False if it had expired, along with every reservation made under it."""
 
     async def end_lease(self, pool_id: str, router_id: str) -> None:
-        """End a router's lease and its reservations."""
+        """End a router's lease and all its reservations."""
 
     async def report(self, pool_id: str, reports: Mapping[str, WorkerReport]) -> None:
         """Report workers by id. Reports with a lower incarnation than the last one, and older samples, are late and
@@ -373,11 +376,11 @@ class Reservations(Protocol):
         stay, because every snapshot begins an incarnation while the engine's requests continue."""
 
     async def forget(self, pool_id: str, worker_id: str) -> None:
-        """Forget a worker that is gone, with all its bookings, predictions and learned rates."""
+        """Forget a worker that is gone, along with all its bookings, predictions and learned rates."""
 
     async def add_evidence(self, pool_id: str, evidence: Mapping[str, Evidence]) -> None:
-        """Add evidence of workers' rates to that of all routers. Evidence of workers that were never reported is
+        """Add evidence of workers' rates to that of all routers. Evidence of workers that have never been reported is
         dropped."""
 
     async def read_evidence(self, pool_id: str) -> Mapping[str, Evidence]:
-        """All routers' evidence of workers' rates; workers without evidence are absent."""
+        """The evidence of all routers about workers' rates; workers without evidence are absent."""

@@ -1,14 +1,14 @@
-"""The lines in which a pool's requests wait, by lane, in their order. Part of `pool_queue`; its twin is
+"""The lines in which a pool's requests wait, by lane and in their order. Part of `pool_queue`; its twin is
 `functions/_queue.lua`.
 
-A line has the requests of one tenant with one priority in one lane, the requests that may go to the same workers.
+A line holds the requests of one tenant with one priority in one lane. A lane is for requests that may go to the same workers.
 
-Lanes and lines are bounded, and no tenant can use them up: it may begin another line as long as it has fewer lines than are
-left (dynamic thresholds: Choudhury and Hahne, 1998). Above that:
+The numbers of lanes and of lines are bounded, and no tenant can use them up: it may begin another line as long as it has fewer
+lines than are left (dynamic thresholds: Choudhury and Hahne, 1998). Above that:
 
-- Requests for other sets of workers wait in one lane, the strays. It holds up no other lane, and many of its requests are
-  tried at once, because one that finds no room says nothing about the next one.
-- Requests of other priorities wait in the tenant's line of that lane whose priority is the next lower one.
+- Requests for other sets of workers wait in one lane, that of the strays. It holds up no other lane, and many of its requests
+  are tried at the same time, because one that finds no room says nothing about the next one.
+- Requests with other priorities wait in the tenant's line of that lane whose priority is the next lower one.
 - Above MOST_LINES, new tenants share lines.
 """
 
@@ -19,24 +19,24 @@ from dataclasses import dataclass, field
 from kvatlas.reservations.waiting_request import ALL_WORKERS
 
 MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 32, 512, 64
-"""Limits: requests of all lanes that may be tried at once; lanes; lines, after which new tenants share one; lines that are
-counted for a place."""
+"""Limits: the requests of all lanes that may be tried at the same time; lanes; lines, above which new tenants share one; lines
+that are counted for a place."""
 STRAYS = "f" * 16
-"""The lane of requests for sets of workers that have no lane of their own, above MOST_LANES."""
+"""The lane of requests for sets of workers that have no lane of their own, because there are MOST_LANES already."""
 SHARED = "0" * 16
 """The tenant of lines above MOST_LINES."""
 
 Line = tuple[str, int, str]
 """Lane, rank, tenant."""
 Account = tuple[int, str]
-"""Rank, tenant: what a line's service is charged to."""
+"""Rank, tenant: the account to which the service of a line is charged."""
 Place = tuple[int, int, int, bytes]
 """A request's order within its line: 0 for the first of its program (otherwise 1), deadline, arrival, id."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """`workers` None: all workers, or sets that differ. `order`: rank, counter and tenant of its lines."""
+    """`workers` None: all workers, or sets that differ. `order`: the rank, counter and tenant of each of its lines."""
 
     workers: frozenset[str] | None
     window: int = 1
@@ -44,15 +44,15 @@ class Lane:
 
 
 class QueueLines:
-    """The lanes and lines of one pool in which requests wait."""
+    """The lanes and lines of one pool in which requests are waiting."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.places: dict[Line, list[Place]] = {}
         self._accounts: list[tuple[int, int, str]] = []
-        """Rank, counter and tenant of all accounts with waiting requests."""
+        """The rank, counter and tenant of each account with waiting requests."""
         self._own: dict[str, list[tuple[str, int]]] = {}
-        """By tenant: lane and rank of each of its lines."""
+        """For each tenant, the lane and rank of each of its lines."""
 
     def lane_for(self, lane: str, tenant: str) -> str:
         """The lane in which a request may wait."""
@@ -74,7 +74,7 @@ class QueueLines:
         return None
 
     def add(self, line: Line, place: Place, counter: int, workers: frozenset[str] | None) -> None:
-        """Add a request. `counter`: its account's. `workers`: those of its lane, if the lane is new."""
+        """Add a request. `counter`: that of its account. `workers`: those of its lane, if the lane is new."""
         name, rank, tenant = line
         if (lane := self.lanes.get(name)) is None:
             stray = name == STRAYS
@@ -104,12 +104,12 @@ class QueueLines:
             del self.lanes[name]
 
     def waits(self, account: Account) -> bool:
-        """True if requests of this account wait."""
+        """True if requests of this account are waiting."""
         rank, tenant = account
         return any(own == rank for _, own in self._own.get(tenant, ()))
 
     def move(self, account: Account, before: int, after: int) -> None:
-        """Change the counter of an account, and so the place of its lines."""
+        """Change the counter of an account, and thereby the place of its lines."""
         rank, tenant = account
         orders = [self.lanes[name].order for name, own in self._own.get(tenant, ()) if own == rank]
         for order in (*orders, *([self._accounts] if orders else [])):
@@ -117,8 +117,8 @@ class QueueLines:
             insort(order, (rank, after, tenant))
 
     def least_counter(self, line: Line) -> int | None:
-        """The least counter of other tenants that wait with the same rank: in the same lane, else in any; None if there are
-        none."""
+        """The lowest counter of other tenants that are waiting with the same rank: those in the same lane, otherwise those in
+        any lane; None if there are none."""
         lane, rank, tenant = line
         there = self.lanes[lane].order if lane in self.lanes else []
         for order in (there, self._accounts):
@@ -129,7 +129,7 @@ class QueueLines:
         return None
 
     def width(self, lane: str) -> int:
-        """The most requests of a lane that may be tried at once."""
+        """The maximum number of requests of a lane that may be tried at the same time."""
         return MOST_WINDOW if lane == STRAYS else max(1, MOST_WINDOW // len(self.lanes))
 
     def lines_of(self, lane: str, most: int) -> Iterator[tuple[Line, int]]:

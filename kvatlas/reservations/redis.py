@@ -1,4 +1,4 @@
-"""Reservations in the store: every router of a pool books in the same place, in one call each."""
+"""Reservations in the store: all routers of a pool book in the same place, with one call each."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -25,37 +25,37 @@ from kvatlas.store.connection import Store
 
 WORKERS_A_CALL = 24
 ENDS_A_CALL = 32
-"""Limits per call on workers reported (or given evidence) and on bookings ended, so other calls wait only a millisecond or
-two."""
+"""Limits per call on how many workers are reported (or given evidence) and how many bookings are ended, so that other calls
+wait for only a millisecond or two."""
 IDS_A_CALL = 500
 MOST_SLICES = 10_000
 WAITING_A_CALL, LEFT_A_CALL = 8, 16
-"""Limits of waiting requests that one call adds, and removes."""
+"""Limits on how many waiting requests one call adds, and removes."""
 _INDEX = "INDEX "
 _TOO_LARGE = ("ask of ", "arguments of ")
 _DAMAGED = "DAMAGED "
-"""Error of a read-only function that found a record it can't use."""
+"""The error of a read-only function that has found a record which it can't use."""
 
 log = logging.getLogger("kvatlas.reservations")
 
 
 class IndexPlace(Protocol):
-    """The index of a store; `kvatlas.index.redis` has two implementations."""
+    """The index in a store; `kvatlas.index.redis` has two implementations."""
 
     @property
     def shard_keys(self) -> Sequence[ShardKeys]:
-        """The keys of each shard of the layout that answers now."""
+        """The keys of each shard of the layout that currently answers."""
 
 
 class PoolDamage(NamedTuple):
-    """Number of repairs of a pool since its last report, and what was damaged the last time."""
+    """How often a pool has been repaired since its last report, and what was damaged the last time."""
 
     times: int
     what: str
 
 
 class RedisReservations:
-    """See `Reservations`. Loads the pool's functions if the store does not have them. `index`: the one in the same store, for
+    """See `Reservations`. Loads the pool's functions if the store does not have them. `index`: the index in the same store, for
     asks with a lookup."""
 
     fed_by_indexer = True
@@ -65,11 +65,11 @@ class RedisReservations:
         self._index = index
         self._log = RateLimitedLog(log)
         self._odd: tuple[Mapping[str, int], bytes] = {}, pack([])
-        """The last ask's odd workers, and their packed form: they are the same for all prompts."""
+        """The odd workers of the last ask, and their packed form, since they are the same for all prompts."""
 
     @property
     def look_up(self) -> bool:
-        """True if all that a call reads is on one server, and the index has one shard."""
+        """True if everything that a call reads is on one server, and the index has one shard."""
         return self._index is not None and not self._store.is_cluster and len(self._index.shard_keys) == 1
 
     async def evaluate(self, pool_id: str, ask: Ask) -> Evaluation:
@@ -130,7 +130,7 @@ class RedisReservations:
             return pack_ask(ask, pack(0))
         assert self._index is not None
         shards = self._index.shard_keys
-        if len(shards) != 1:  # it has changed since `look_up` was read
+        if len(shards) != 1:  # this has changed since `look_up` was read
             raise LookupImpossible(f"the index has {len(shards)} shards; expected 1")
         odd = ask.lookup.odd
         if self._odd[0] is not odd:
@@ -187,12 +187,12 @@ class RedisReservations:
         for worker_id, packed in zip(flat[::2], flat[1::2], strict=True):
             try:
                 form, requests, sums = msgpack.unpackb(packed)
-                if form == FORM:  # evidence of another version has no meaning here
+                if form == FORM:  # evidence of a different version has no meaning here
                     sums = tuple(map(float, sums))
                     if not all(map(isfinite, (requests, *sums))):
                         raise ValueError("a number is not finite")
                     found[worker_id.decode()] = Evidence(requests, sums=sums)
-            except DATA_ERRORS as error:  # replaced by the next evidence
+            except DATA_ERRORS as error:  # the next evidence replaces it
                 name = worker_id.decode(errors="backslashreplace")
                 self._log.report(name, f"worker {name:.64}: its learned rates in the store can't be read: {error}")
         return found
@@ -201,8 +201,8 @@ class RedisReservations:
 async def write_reports(
     store: Store, pool_id: str, reports: Mapping[str, tuple[bytes, WorkerReport]]
 ) -> PoolDamage | None:
-    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Returns the damage
-    if the pool was repaired. Raises Unreachable."""
+    """Report workers, each with its packed fleet record; an empty one leaves the stored record as it is. Returns the damage if
+    the pool was repaired. Raises Unreachable."""
     rows = [_report_row(worker_id, record, report) for worker_id, (record, report) in reports.items()]
     damage = None
     for first in range(0, len(rows), WORKERS_A_CALL):
@@ -214,7 +214,7 @@ async def write_reports(
 
 
 def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[Any, ...]:
-    """A worker's report in the form of `functions/report.lua`."""
+    """A worker's report in the form that `functions/report.lua` reads."""
     sample, incarnation = report.sample, str(report.incarnation)
     known, age_us, covered_age_us, load, waiting = 0, 0, -1, Load(), 0
     if sample is not None:
@@ -239,7 +239,7 @@ def _report_row(worker_id: str, record: bytes, report: WorkerReport) -> tuple[An
 
 
 def _check_lookup(ask: Ask, error: ResponseError) -> None:
-    """Raises IndexUnreadable if an ask's lookup failed, LookupImpossible if it made the ask too large."""
+    """Raises IndexUnreadable if an ask's lookup failed, or LookupImpossible if it made the ask too large."""
     if str(error).startswith(_INDEX):
         raise IndexUnreadable(str(error)) from error
     if ask.lookup is not None and str(error).removeprefix("ERR ").startswith(_TOO_LARGE):

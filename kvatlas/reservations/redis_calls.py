@@ -32,7 +32,8 @@ POOL_LIBRARY = FunctionLibrary(
 )
 
 _FORM = 2
-"""Version in all keys except the first and the last. Routers and indexers of another version book and report separately."""
+"""The version in all keys except the first and the last. Routers and indexers with a different version book and report
+separately."""
 
 _PARTS = (
     "workers",
@@ -69,17 +70,17 @@ _PARTS = (
 
 @lru_cache(maxsize=1_024)
 def pool_keys(pool_id: str) -> tuple[str, ...]:
-    """The keys of a pool, in the order in which its functions take them; the first has its fleet records."""
+    """The keys of a pool, in the order in which its functions take them; the first one holds its fleet records."""
     return tuple(f"kva:{{pool:{pool_id}}}:{part}" for part in _PARTS)
 
 
 async def call_pool(
     store: Store, function: str, pool_id: str, args: Sequence[Any], *, keys: Sequence[str] | None = None
 ) -> Any:
-    """Call `kvatlas_pool_<function>`; `keys`: if it takes keys other than the pool's. Raises Unreachable."""
+    """Call `kvatlas_pool_<function>`; `keys`: given if it takes keys other than the pool's. Raises Unreachable."""
     return await POOL_LIBRARY.call(store, f"kvatlas_pool_{function}", keys or pool_keys(pool_id), args)
 
 
 async def call_pool_ro(store: Store, function: str, pool_id: str, args: Sequence[Any]) -> Any:
-    """Call `kvatlas_pool_<function>`, which writes nothing. Raises Unreachable."""
+    """Call `kvatlas_pool_<function>`, which does not write anything. Raises Unreachable."""
     return await POOL_LIBRARY.call_ro(store, f"kvatlas_pool_{function}", pool_keys(pool_id), args)

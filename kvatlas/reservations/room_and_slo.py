@@ -1,7 +1,7 @@
 """Limits that a worker would exceed if it got a request.
 
-A worker without room (no free request slot, or too little free KV for the prompt) gets a request only if no worker has
-room. A service level objective (SLO) may be a price, or a secondary limit: see `Limits`.
+A worker without room (no free request slot, or too little free KV for the prompt) gets a request only if no worker has room. A
+service level objective (SLO) may act as a price or as a secondary limit: see `Limits`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvatlas.fleet.records import FleetRecord
 
 
 class Over(IntFlag):
-    """Exceeded limits: the SLO's time to the first token, or for each later one; request slots; KV blocks."""
+    """The limits that are exceeded: the SLO's time to the first token, or for each later one; request slots; KV blocks."""
 
     TTFT = 1
     TPOT = 2
@@ -22,7 +22,7 @@ class Over(IntFlag):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the limits, as users read them."""
+        """The names of the limits, as users see them."""
         return tuple(_NAMES[one] for one in Over if one in self)
 
 
@@ -34,9 +34,10 @@ _NAMES = {Over.TTFT: "ttft", Over.TPOT: "tpot", Over.SLOTS: "slots", Over.KV: "k
 
 
 class Limit(NamedTuple):
-    """Limits of one offered worker; 0: unknown. `slots`: requests that run at once. `kv_tokens`: capacity of its cache.
+    """The limits of one worker with an offer; 0: unknown. `slots`: how many requests run at the same time. `kv_tokens`: the
+    capacity of its cache.
 
-    `decode_us`: the time that all tokens after the first take there, without load.
+    `decode_us`: the time for all tokens after the first, on this worker without load.
     """
 
     slots: int = 0
@@ -57,12 +58,12 @@ def limit_of(record: FleetRecord) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an ask; `of_offers` follows the order of its offers. Look-alikes have room if `look_alikes_have_room`;
-    otherwise their reported limits are checked. A worker whose load is unknown or too old has room.
+    """The limits of an ask; `of_offers` follows the order of its offers. If `look_alikes_have_room` is set, look-alikes have
+    room; otherwise the limits that they reported are checked. A worker whose load is unknown or too old has room.
 
-    The request's SLO: its first token within `ttft_us`, and all later ones within `decode_us` (0: no objective). Each us
-    of excess costs `slo_factor` us more. With `slo_filters`, a worker that misses the SLO is chosen only if all workers
-    with room miss it.
+    The request's SLO: its first token within `ttft_us`, and all later ones within `decode_us` (0: no objective). Each us in
+    excess costs `slo_factor` us more. If `slo_filters` is set, a worker that misses the SLO is chosen only if all workers with
+    room miss it.
     """
 
     of_offers: Sequence[Limit]
@@ -79,7 +80,7 @@ FULL = 2
 
 
 def level(over: int, *, slo_filters: bool) -> int:
-    """0: exceeds nothing that counts; 1: chosen only if no 0 is left; 2: chosen only if no 1 is left."""
+    """0: exceeds nothing that counts; 1: chosen only if no 0 is left; 2: chosen only if no 1 is left either."""
     if not over:
         return 0
     if over & NO_ROOM:

@@ -1,4 +1,4 @@
-"""Requests that wait for a worker with room: what a router sends, and what it learns.
+"""Requests that wait for a worker with room: what a router sends about them, and what it learns in return.
 
 The order of a pool's waiting requests is decided in one place (`kvatlas.reservations.pool_queue`), for all routers.
 """
@@ -20,25 +20,25 @@ ALL_WORKERS = "0" * 16
 """The lane of requests that may go to every worker of their pool."""
 
 UNCACHED_UNITS, CACHED_UNITS, OUTPUT_UNITS = 10, 1, 20
-"""Service of one token, in tenths of a prompt token that has to be computed. An output token counts double (VTC: Sheng et al.,
-Fairness in Serving LLMs, 2024). A cached token counts for a tenth, so that a tenant is not charged for what its locality saves
-(Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025)."""
+"""The service that one token takes, in tenths of a prompt token that has to be computed. An output token counts double (VTC:
+Sheng et al., Fairness in Serving LLMs, 2024). A cached token counts for a tenth, so that a tenant is not charged for what its
+locality saves (Cao et al., Locality-aware Fair Scheduling in LLM Serving, 2025)."""
 
 
 class QueueLimits(NamedTuple):
-    """Limits of a pool's queue: waiting requests, and their prompts' tokens."""
+    """Limits of a pool's queue: how many requests may wait, and how many tokens their prompts may have."""
 
     requests: int
     tokens: int
 
 
 def units(uncached_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-    """The service that a request takes."""
+    """How much service a request takes."""
     return UNCACHED_UNITS * uncached_tokens + CACHED_UNITS * cached_tokens + OUTPUT_UNITS * output_tokens
 
 
 def digest(name: str) -> str:
-    """A name of any length as 16 hex digits."""
+    """A name of any length, as 16 hex digits."""
     return blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -46,10 +46,10 @@ def digest(name: str) -> str:
 class WaitingRequest:
     """A request that may wait. `id`: 16 bytes, the same each time it is tried.
 
-    `priority`: lower goes first. `weight`: the tenant's share of the pool, relative to other tenants. `program`: the agent or
-    conversation that it belongs to; empty if unknown. `age_us`: how long ago it arrived; `left_us`: how long it may still wait.
-    `workers`: those it may go to; None: all of its pool, or too many to name. `may_wait` False: its tenant is only charged, as
-    for another attempt of a request that was already booked once.
+    `priority`: the lower one goes first. `weight`: the tenant's share of the pool, relative to other tenants. `program`: the
+    agent or conversation that it belongs to; empty if unknown. `age_us`: how long ago it arrived; `left_us`: how long it may
+    still wait. `workers`: those that it may go to; None: all workers of its pool, or too many to name. `may_wait` False: its
+    tenant is only charged, as it is for another attempt at a request that has already been booked once.
     """
 
     id: bytes
@@ -71,7 +71,7 @@ class WaitingRequest:
 
     @property
     def lane(self) -> str:
-        """Requests of one lane may go to the same workers."""
+        """The lane of the request: requests in one lane may go to the same workers."""
         return ALL_WORKERS if self.workers is None else digest("\0".join(sorted(self.workers)))
 
     @property
@@ -91,7 +91,7 @@ class WaitingRequest:
 
 
 class WaitReason(StrEnum):
-    """Why a request waits. `FULL`: no worker that it may go to has room. `TURN`: others go first."""
+    """Why a request is waiting. `FULL`: none of the workers that it may go to has room. `TURN`: others go first."""
 
     FULL = "full"
     TURN = "turn"
@@ -99,8 +99,8 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the queue. `ahead`: roughly how many go first; `requests` and `tokens`: totals waiting in the pool,
-    including this request."""
+    """A place in the queue. `ahead`: roughly how many requests go first; `requests` and `tokens`: how many are waiting in the
+    pool in total, including this request."""
 
     reason: WaitReason
     ahead: int
@@ -109,10 +109,10 @@ class Place:
 
 
 class MustWait(KvatlasError):
-    """The request was not booked: it has a place in its pool's queue, and gets its turn later.
+    """The request was not booked: it has a place in its pool's queue, and will get its turn later.
 
-    `request`: as it waits, if known; `filed`: False if the store has yet to give it a place, since it answered too late;
-    `alone`: it waits in the queue of a single router, which decides without the store.
+    `request`: the request as it is waiting, if known; `filed`: False if the store has yet to give it a place, because it
+    answered too late; `alone`: it is waiting in the queue of a single router, which decides without the store.
     """
 
     def __init__(self, place: Place, request: WaitingRequest | None = None, *, filed: bool = True) -> None:
@@ -124,7 +124,7 @@ class MustWait(KvatlasError):
 
 
 class QueueIsFull(KvatlasError):
-    """The request was not booked, and may not wait. `requests`, `tokens`: those that wait."""
+    """The request was not booked, and may not wait. `requests`, `tokens`: how many are waiting."""
 
     def __init__(self, requests: int, tokens: int) -> None:
         super().__init__(f"every worker is full, and {requests} requests of {tokens} tokens wait already")
@@ -134,7 +134,8 @@ class QueueIsFull(KvatlasError):
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The state of a pool's queue for one router. `own`: its requests that wait; `requests`, `tokens`: all that wait.
+    """The state of a pool's queue for one router. `own`: how many of its requests are waiting; `requests`, `tokens`: how many
+    are waiting in total.
 
     `refused`: its new requests that may not wait. `turns`: its requests that may be tried now, each with the workers that it
     must leave to others. `near`: one of its requests is among those that may be tried soon.

@@ -2,7 +2,7 @@
 
 
 class Backoff:
-    """Pauses in seconds that double from `first_s` up to `longest_s`; the caller sleeps, and resets after a success."""
+    """Pauses in seconds that double, from `first_s` up to `longest_s`. The caller sleeps, and resets this after a success."""
 
     __slots__ = ("_first_s", "_longest_s", "_next_s")
 
@@ -18,5 +18,5 @@ class Backoff:
         return pause_s
 
     def reset(self) -> None:
-        """Begin with the first pause again."""
+        """Start with the first pause again."""
         self._next_s = self._first_s

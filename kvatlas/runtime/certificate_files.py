@@ -1,4 +1,5 @@
-"""Certificate files that are renewed while a process runs: each TLS handshake uses the files as they are on disk.
+"""Certificate files that are renewed while a process is running: each TLS handshake uses the files that are on disk at the
+time.
 
 If new files can't be used, the previous ones stay in use.
 """
@@ -26,8 +27,8 @@ _log = logging.getLogger("kvatlas.certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateState:
-    """State of one certificate. `what`: its purpose. Days left for the certificate in use and for the one on disk, None if
-    unknown. `error`: why the files on disk are not in use."""
+    """The state of one certificate. `what`: its purpose. The days left are given for the certificate in use and for the one on
+    disk; None if unknown. `error`: why the files on disk are not in use."""
 
     what: str
     file: str
@@ -37,8 +38,8 @@ class CertificateState:
 
 
 class RenewedContext(ssl.SSLContext):
-    """A context for asyncio, uvloop, and others that use it for each handshake. `build` reads the files and raises OSError
-    or KvatlasError for unusable ones."""
+    """A context for asyncio, uvloop and others, which use it for each handshake. `build` reads the files, and raises OSError or
+    KvatlasError if they are unusable."""
 
     def __new__(cls, what: str, build: Callable[[], ssl.SSLContext], files: Sequence[Path]) -> "RenewedContext":
         built = build()
@@ -69,7 +70,7 @@ class RenewedContext(ssl.SSLContext):
 
     @property
     def state(self) -> CertificateState:
-        """The current state, after trying the files on disk."""
+        """The current state, after an attempt to use the files on disk."""
         self._look(at_once=True)
         now = time.time()
         in_use, on_disk = (
@@ -110,12 +111,12 @@ _in_use: WeakSet[RenewedContext] = WeakSet()
 
 
 def certificates_in_use() -> list[dict[str, Any]]:
-    """The state of each certificate of this process, as JSON."""
+    """The state of each certificate that this process uses, as JSON."""
     return [asdict(state) for state in sorted((one.state for one in list(_in_use)), key=lambda one: one.what)]
 
 
 def describe_verification(error: ssl.SSLCertVerificationError) -> str:
-    """Why a server's certificate is not trusted, and how to fix it, in one line."""
+    """Why a server's certificate is not trusted, and how to fix that, in one line."""
     if error.verify_code == CERTIFICATE_EXPIRED:
         return "its certificate has expired: renew it on the server"
     return (
@@ -125,7 +126,7 @@ def describe_verification(error: ssl.SSLCertVerificationError) -> str:
 
 
 def state_on_disk(what: str, file: Path) -> CertificateState:
-    """Read a certificate's state from the file now."""
+    """Read the state of a certificate from its file now."""
     until = _end_of(file)
     days = None if until is None else (until - time.time()) / DAY_S
     return CertificateState(what, str(file), days, days)
@@ -139,7 +140,7 @@ def _end_of(file: Path) -> float | None:
 
 
 def valid_until(pem: str) -> float:
-    """When the first certificate in a file expires, in seconds since 1970. Raises ValueError without a certificate."""
+    """When the first certificate in a file expires, in seconds since 1970. Raises ValueError if there is no certificate."""
     begin = pem.index(ssl.PEM_HEADER)
     der = ssl.PEM_cert_to_DER_cert(pem[begin : pem.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)])
     try:
@@ -160,7 +161,7 @@ def valid_until(pem: str) -> float:
 
 
 def _field(der: bytes, at: int) -> tuple[int, int, int]:
-    """A field's tag, and where its content begins and ends (X.690, 8.1)."""
+    """The tag of a field, and where its content begins and ends (X.690, 8.1)."""
     tag, length, at = der[at], der[at + 1], at + 2
     if length & 0x80:
         size = length & 0x7F
@@ -169,7 +170,7 @@ def _field(der: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _stamp(files: Sequence[Path]) -> tuple[tuple[int, int], ...]:
-    """A value that changes whenever a file does; a missing file counts too."""
+    """A value that changes whenever one of the files does; a missing file counts too."""
     found = []
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""JSON as the standard library reads and writes it, several times faster (orjson)."""
+"""JSON as the standard library reads and writes it, but several times faster (orjson)."""
 
 import json
 from contextlib import suppress
@@ -12,7 +12,7 @@ _LONG = b"0" * 19
 
 
 def decode(text: bytes) -> Any:
-    """Like `json.loads`. Raises ValueError, including if the text is nested too deeply."""
+    """Like `json.loads`. Raises ValueError, also if the text is nested too deeply."""
     value = decode_strictly(text)
     if value is not None:
         return value
@@ -23,8 +23,8 @@ def decode(text: bytes) -> Any:
 
 
 def decode_strictly(text: bytes) -> Any:
-    """The value of a text that every reader understands alike; None for any other, such as NaN, half of a surrogate pair, an
-    integer of more than 64 bits or an encoding other than UTF-8, and for null."""
+    """The value of a text that every reader understands in the same way. None for null, and for any other text, such as one
+    with NaN, half of a surrogate pair, an integer of more than 64 bits or an encoding other than UTF-8."""
     if _LONG in text.translate(_DIGITS):
         return None
     try:
@@ -37,6 +37,6 @@ def encode(value: Any) -> bytes:
     """Like `json.dumps`, in UTF-8 and without spaces."""
     with suppress(TypeError):
         text = orjson.dumps(value)
-        if b"null" not in text:  # NaN and the infinities become null too
+        if b"null" not in text:  # NaN and infinities become null too
             return text
     return json.dumps(value, separators=(",", ":")).encode()

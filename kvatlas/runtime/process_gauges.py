@@ -1,4 +1,4 @@
-"""Gauges of every process: its descriptors, and how long its certificates are valid."""
+"""Gauges of every process: its descriptors, and how long its certificates will be valid."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kvatlas.runtime.descriptors import count_descriptors
 
 @dataclass(frozen=True, slots=True)
 class ProcessGauges:
-    """`certificate_s`: seconds until the first certificate expires, in use or on disk; None if there are no certificates."""
+    """`certificate_s`: the number of seconds until the first certificate expires, in use or on disk; None if there are none."""
 
     descriptors_open: int
     descriptors_most: int

@@ -9,13 +9,13 @@ QUIET_S = 10.0
 LONGEST_QUIET_S = 600.0
 MAX_KINDS = 64
 LIMITED = "limited"
-"""Attribute of log records that need no further limit."""
+"""An attribute of log records that need no further limit."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of trouble: when its last line was logged, how long it stays quiet now, how many lines were dropped since, and
-    when the last one was logged or dropped."""
+    """One kind of trouble: when its last line was logged, how long it stays quiet now, how many lines have been dropped since
+    then, and when the last one was logged or dropped."""
 
     logged_s: float
     quiet_s: float
@@ -24,15 +24,15 @@ class _Kind:
 
 
 class Repetitions:
-    """Admits the first of a kind at once, the next after QUIET_S, then after twice that, and so on up to LONGEST_QUIET_S. A
-    kind that was not seen for that long starts over. Pure."""
+    """Admits the first line of a kind immediately, the next one after QUIET_S, then after twice that, and so on up to
+    LONGEST_QUIET_S. A kind that has not been seen for that long starts over. Pure."""
 
     def __init__(self, most_kinds: int = MAX_KINDS) -> None:
         self._most_kinds = most_kinds
         self._kinds: dict[Hashable, _Kind] = {}
 
     def admit(self, kind: Hashable, now_s: float) -> int | None:
-        """The number of lines left out before this one; None: leave this one out too."""
+        """The number of lines that were left out before this one. None: leave this one out too."""
         known = self._kinds.get(kind)
         if known is not None and now_s - known.logged_s < known.quiet_s:
             known.left_out += 1
@@ -47,7 +47,7 @@ class Repetitions:
 
 
 class RateLimitedLog:
-    """Logs lines as `Repetitions` admits their kinds, with the number of lines left out."""
+    """Logs lines when `Repetitions` admits their kind, together with the number of lines that were left out."""
 
     def __init__(self, logger: logging.Logger, prefix: str = "", clock: Callable[[], float] = monotonic) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""Retries for servers that are not reachable yet. The only place that decides when to retry."""
+"""Retries for servers that can't be reached yet. This is the only place that decides when to retry."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,10 +16,10 @@ LONGEST_WAIT_S = 5.0
 async def retry_until_reachable(
     attempt: Callable[[], Awaitable[T]], *, wait: bool, on_wait: Callable[[str], None] | None = None
 ) -> T:
-    """Return what `attempt` returns. With `wait`, retry with back-off while it raises Unreachable or NoIndexYet.
+    """Return what `attempt` returns. If `wait` is set, retry with back-off for as long as it raises Unreachable or NoIndexYet.
 
-    `on_wait` gets a line for the user before each pause. Raises what `attempt` raises: AccessDenied always, and those two
-    errors only without `wait`.
+    `on_wait` is called with a line for the user before each pause. Raises what `attempt` raises: always AccessDenied, and these
+    two errors only if `wait` is not set.
     """
     backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
     while True:

@@ -4,18 +4,18 @@ from collections.abc import Hashable
 
 BURST = 20
 PER_S = 10.0
-"""Publishers send one heartbeat a second, and request a grant at most ten times a second."""
+"""Publishers send one heartbeat per second, and request a grant at most ten times per second."""
 MOST_SENDERS = 10_000
 
 
 class FairShare:
-    """Admits each sender's first `burst` messages, then `per_s` on average. Pure; times are seconds of a monotonic
+    """Admits the first `burst` messages from each sender, then `per_s` on average. Pure; times are in seconds of a monotonic
     clock."""
 
     def __init__(self, burst: int = BURST, per_s: float = PER_S) -> None:
         self._burst, self._per_s = burst, per_s
         self._taken: dict[Hashable, tuple[float, float]] = {}
-        """How much of its burst each sender has used, and as of when."""
+        """How much of its burst each sender has used up, and as of when."""
 
     def admit(self, sender: Hashable, now_s: float) -> bool:
         """True if this message may be read."""

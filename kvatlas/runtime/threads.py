@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def finish_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run the call in a thread and return its result. A cancellation takes effect only when the call has ended."""
+    """Run the call in a thread and return its result. A cancellation takes effect only after the call has ended."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
     try:
         return await asyncio.shield(task)

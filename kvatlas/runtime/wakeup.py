@@ -1,14 +1,13 @@
-"""A wait that ends with a call or after a timeout."""
+"""A wait that is ended by a call or by a timeout."""
 
 import asyncio
 
 
 class Wakeup:
-    """One waiter, and any number of callers of `wake`, on the waiter's event loop. A call without a waiter ends the next
-    wait at once.
+    """One waiter, and any number of callers of `wake`, on the waiter's event loop. If nothing is waiting during a call, the
+    next wait ends immediately.
 
-    A publisher waits a few times for each message, so this uses a future and a timer: a cancel scope costs ten times as
-    much.
+    A publisher waits a few times per message, so this uses a future and a timer: a cancel scope costs ten times as much.
     """
 
     __slots__ = ("_waiter", "_woken")
@@ -22,7 +21,7 @@ class Wakeup:
         _end(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """True when woken, False after `timeout_s` (None: no limit)."""
+        """Returns True when woken, or False after `timeout_s` (None: no limit)."""
         if not self._woken:
             loop = asyncio.get_running_loop()
             self._waiter = waiter = loop.create_future()

@@ -1,4 +1,4 @@
-"""Settings: one class per process; each field is a flag and an environment variable, and flags win.
+"""Settings: one class per process. Each field is both a flag and an environment variable; flags take precedence.
 
     field `nats_url`  =  flag `--nats-url`  =  variable `KVATLAS_NATS_URL`
 

@@ -14,7 +14,7 @@ from kvatlas.settings.http import HttpSettings, read_tokens
 from kvatlas.settings.process import HelpGroups
 
 CONTROL_AFTER = 1_000
-"""Offset from a server's port to its operators' port."""
+"""The offset from a server's port to the port for its operators."""
 
 
 class ClientSettings(HttpSettings):
@@ -48,7 +48,7 @@ class ClientSettings(HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `HttpSettings.load`. The operators' token file must be readable too."""
+        """See `HttpSettings.load`. It must also be possible to read the operators' token file."""
         settings = super().load(**flags)
         _ = settings.control_http  # raises
         if settings.clients_file is not None and settings.http_token_file is not None:
@@ -57,7 +57,7 @@ class ClientSettings(HttpSettings):
 
     @property
     def control_is_apart(self) -> bool:
-        """True if operators' calls have their own port. On loopback that would protect nothing."""
+        """True if operators' calls have a port of their own. On loopback, that would not protect anything."""
         given = (self.control_port, self.control_token_file, self.http_token_file, self.clients_file)
         return any(one is not None for one in given) or not is_loopback(self.host)
 
@@ -68,13 +68,13 @@ class ClientSettings(HttpSettings):
 
     @property
     def control_http(self) -> HttpAccess:
-        """Access to the operators' port."""
+        """Access to the port for operators."""
         file = self.control_token_file
         tokens = super().http.tokens if file is None else read_tokens(file, "--control-token-file")
         return replace(super().http, tokens=tokens)
 
     @property
     def control_at(self) -> int:
-        """The operators' port."""
+        """The number of the port for operators."""
         after = self.port + CONTROL_AFTER
         return self.control_port if self.control_port is not None else after if self.port and after < 65_536 else 0

@@ -61,7 +61,7 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Refuses a port for a server that is not started."""
+        """See `ProcessSettings.load`. Refuses a port for a server that will not be started."""
         settings = super().load(**flags)
         for url, port in (("nats_url", "nats_port"), ("redis_url", "redis_port")):
             joined = getattr(settings, url)
@@ -77,7 +77,8 @@ class UpSettings(EngineAccessSettings, ServerSettings, HttpSettings):
         return settings
 
     def embedded_port(self, kind: Literal["nats", "redis"]) -> int:
-        """Port of the embedded server; 0: any free port. With a router, the port that other commands use by default."""
+        """The port of the embedded server; 0: any free port. With a router, it is the port that other commands use by
+        default."""
         given: int | None = getattr(self, f"{kind}_port")
         if given is not None:
             return given
@@ -118,7 +119,7 @@ class RecordSettings(ProcessSettings):
 
     @property
     def token(self) -> str | None:
-        """The token. Raises SettingsError for a file that can't be read."""
+        """The token. Raises SettingsError if its file can't be read."""
         return None if self.token_file is None else read_secret(self.token_file, "--token-file").strip()
 
 
@@ -150,7 +151,7 @@ class ScopeSettings(QuerySettings):
 
     @property
     def scope(self) -> Scope:
-        """The scope. Raises SettingsError without a model."""
+        """The scope. Raises SettingsError if no model is given."""
         if self.model_id is None:
             raise SettingsError(missing_line("model_id", "expected the model that the request is for"))
         return Scope(self.model_id, self.tokenizer_id or self.model_id, self.adapter_id, self.tenant_id)
@@ -199,7 +200,7 @@ class BlockSettings(ScopeSettings):
 
     @property
     def scope(self) -> Scope:
-        """The scope. Raises SettingsError without a model."""
+        """The scope. Raises SettingsError if no model is given."""
         return replace(super().scope, chain=self.chain)
 
 

@@ -27,14 +27,14 @@ class EngineAccessSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Both files must be readable."""
+        """See `ProcessSettings.load`. It must be possible to read both files."""
         settings = super().load(**flags)
         _ = settings.engine_access  # raises
         return settings
 
     @property
     def engine_access(self) -> EngineAccess:
-        """API keys and CA certificates. Raises SettingsError for an unusable file."""
+        """API keys and CA certificates. Raises SettingsError if a file is unusable."""
         text = read_secret(self.engine_key_file, "--engine-key-file") if self.engine_key_file is not None else ""
         try:
             access = EngineAccess.parse(text, self.engine_ca_file)
@@ -43,7 +43,7 @@ class EngineAccessSettings(ProcessSettings):
         if self.engine_ca_file is not None:
             try:
                 access.tls_context()
-            except OSError as error:  # ssl.SSLError is one
+            except OSError as error:  # ssl.SSLError is one too
                 file = f"--engine-ca-file: {str(self.engine_ca_file)!r}"
                 raise SettingsError(f"{file} has no certificate: {error.strerror or error}") from None
         return access

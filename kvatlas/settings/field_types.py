@@ -22,12 +22,12 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", *CLUSTER_SCHEMES, *SENTINEL_SCHEMES)
 ZMQ_SCHEMES = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES = ("http", "https")
 MAX_PARTITIONS = 4_096
-"""Limit of partitions: each has its own lease and reader."""
+"""Maximum number of partitions: each has a lease and a reader of its own."""
 MAX_SECONDS = 10 * 365 * 86_400
 
 
 def _url(*schemes: str, port: bool = False) -> AfterValidator:
-    """`port`: a tcp:// URL must have one."""
+    """`port`: True if a tcp:// URL must have a port."""
     return AfterValidator(_url_check(*schemes, port=port))
 
 
@@ -59,7 +59,7 @@ def _check_nats_urls(value: str) -> str:
 
 
 def _check_engine_url(value: str) -> str:
-    """Routers send requests to it, so a path or query in the URL would let a publisher choose the request."""
+    """Routers send requests to this address, so a path or query in the URL would allow a publisher to choose the request."""
     try:
         return check_origin(value)
     except InvalidValue as error:
@@ -76,7 +76,7 @@ _check_redis_url = _url_check(*REDIS_SCHEMES)
 
 
 def _check_redis_urls(value: str) -> str:
-    """Redis' own client would take database 0 for a path that is not a number."""
+    """Redis' own client would use database 0 for a path that is not a number."""
     if value.partition("://")[0] in SENTINEL_SCHEMES:
         SentinelUrl.parse(value)
         return value
@@ -88,8 +88,8 @@ def _check_redis_urls(value: str) -> str:
 
 
 def _check_worker_id(value: str) -> str:
-    """Accept pod names: their dots, which a NATS subject can't have, become underscores. Pod names never have underscores,
-    so two pods keep two names."""
+    """Accept the names of pods: dots, which a NATS subject can't contain, become underscores. Pod names never contain
+    underscores, so two pods always get two different names."""
     try:
         return check_worker_id(value.replace(".", "_"))
     except InvalidValue as error:

@@ -101,7 +101,7 @@ class GatewaySettings(RoutingSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Certificate and key belong together, and the pool has one source."""
+        """See `ProcessSettings.load`. Certificate and key must be given together, and there is one source for the pool."""
         settings = super().load(**flags)
         if (settings.tls_certificate is None) != (settings.tls_key is None):
             absent = "tls_key" if settings.tls_key is None else "tls_certificate"
@@ -114,5 +114,5 @@ class GatewaySettings(RoutingSettings):
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
-        """Half of the time for a decision; the other half remains for the choice."""
+        """Half of the time for a decision; the other half is left for the choice."""
         return self.pick_deadline_ms / 2

@@ -1,4 +1,4 @@
-"""Settings of every process with an HTTP server: a router, a status page."""
+"""Settings of every process that has an HTTP server: a router, or a status page."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,8 @@ class HttpSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Certificate and key belong together, and a token file must be readable."""
+        """See `ProcessSettings.load`. Certificate and key must be given together, and it must be possible to read a token
+        file."""
         settings = super().load(**flags)
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
             raise SettingsError("--http-cert-file and --http-key-file belong together; set both")
@@ -68,7 +69,7 @@ class HttpSettings(ProcessSettings):
 
     @property
     def http(self) -> HttpAccess:
-        """Access to the server, and its limits. Raises SettingsError for a token file that can't be used."""
+        """Access to the server, and its limits. Raises SettingsError if a token file can't be used."""
         return HttpAccess(
             body_bytes=self.http_body_bytes,
             body_s=self.http_body_s,

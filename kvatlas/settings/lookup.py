@@ -1,4 +1,4 @@
-"""Settings of every process that finds the prompts of requests in the index: routers, the index server."""
+"""Settings of every process that looks up the prompts of requests in the index: routers and the index server."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvatlas.store.access import RedisAccess
 from kvatlas.validation import Positive
 
 MOST_TOKENIZER_DEADLINE_MS = 1_000.0
-"""In a burst, all prompts are late together; waiting longer than this costs a client more than a miss."""
+"""In a burst, all prompts are late at the same time; waiting longer than this costs a client more than a miss does."""
 
 
 class LookupSettings(EngineAccessSettings, Settings):
@@ -53,7 +53,7 @@ class LookupSettings(EngineAccessSettings, Settings):
 
     @property
     def most_tokenizer_deadline_ms(self) -> float:
-        """Upper bound of the tokenizer's deadline while it is slow but still answers."""
+        """Upper bound of the tokenizer's deadline as long as the tokenizer is slow but still answers."""
         return MOST_TOKENIZER_DEADLINE_MS
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of every process, and how flags and environment variables become settings."""
+"""Settings of every process, and how they are read from flags and environment variables."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ ENV_PREFIX = "KVATLAS_"
 COMMON = "Common"
 """Group of the flags that users set first; the help begins with it."""
 OWN = "Options"
-"""Group of the flags that are in no other group."""
+"""Group of the flags that belong to no other group."""
 HelpGroups = Mapping[str, str]
 """Group -> its fields, separated by spaces."""
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
@@ -26,13 +26,13 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 
 
 class ProcessSettings(BaseSettings):
-    """Settings of every process. Build with `load`, not with the constructor."""
+    """Settings of every process. Create them with `load`, not with the constructor."""
 
     model_config = SettingsConfigDict(
         defer_build=True, env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, protected_namespaces=()
     )
     help_groups: ClassVar[HelpGroups] = {"Log and start": "wait log_level log_format"}
-    """Groups of the help. Groups of the base classes follow; a field belongs to the first group that names it."""
+    """The groups of flags in the help. Those of the base classes follow; a field belongs to the first group that lists it."""
 
     wait: bool = Field(
         default=True, description="Retry an unreachable server with back-off; with --no-wait exit 1 at once."
@@ -64,15 +64,15 @@ class ProcessSettings(BaseSettings):
     def _check_text(cls, value: Any) -> Any:
         if isinstance(value, str | Path) and "\0" in str(
             value
-        ):  # no file, address or name has one, and opening it raises
+        ):  # no file, address or name contains one, and opening such a file raises
             raise ValueError("expected text without a NUL character")
         return value
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """Settings from flags (None: not given), then the environment, then the defaults.
+        """Settings from flags (None: not given), otherwise from the environment, otherwise from the defaults.
 
-        Raises SettingsError: one line with the flag or variable, its value and what was expected.
+        Raises SettingsError with one line: the flag or variable, its value, and what was expected.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         try:
@@ -82,7 +82,7 @@ class ProcessSettings(BaseSettings):
 
 
 def nats_url_field() -> Any:
-    """The NATS setting of a process that uses a running server."""
+    """The field for the NATS server of a process that uses one which is already running."""
     return Field(
         default=DEFAULT_NATS_URL,
         description="NATS servers of one cluster, separated by commas: nats://, tls://, ws:// or wss://.",
@@ -110,8 +110,8 @@ class NatsSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. A URL and its file exclude each other (a flag wins over a variable), and a file must
-        be readable."""
+        """See `ProcessSettings.load`. A URL and its file can't both be given (but a flag takes precedence over a variable), and
+        it must be possible to read a file."""
         given = {name for name, value in flags.items() if value is not None}
         settings = super().load(**flags)
         read: dict[str, str] = {}
@@ -176,7 +176,7 @@ class Settings(ServerSettings):
 
 
 def read_secret(file: Path, flag: str) -> str:
-    """The text of a file without the white space around it. Raises SettingsError if it can't be read or is empty."""
+    """The text of a file without the white space around it. Raises SettingsError if the file can't be read or is empty."""
     try:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -192,7 +192,7 @@ def flag_of(field: str) -> str:
 
 
 def variable_of(field: str) -> str:
-    """A field's environment variable."""
+    """The environment variable of a field."""
     return ENV_PREFIX + field.upper()
 
 
@@ -202,7 +202,7 @@ def missing_line(field: str, expected: str) -> str:
 
 
 def _describe_first(error: ValidationError, flags: dict[str, Any]) -> str:
-    """The first mistake as one line."""
+    """The first mistake, as one line."""
     first = error.errors()[0]
     field = str(first["loc"][0]).lower()
     if first["type"] == "missing":

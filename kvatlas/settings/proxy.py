@@ -22,7 +22,7 @@ SESSION_HEADERS = (
     "x-session-affinity",
     "x-opencode-session",
 )
-"""vLLM's own, Claude Code's, Codex' (the second from older versions), OpenCode's."""
+"""Those of vLLM, Claude Code, Codex (the second one is from older versions) and OpenCode."""
 
 
 class RoutingSettings(LookupSettings):
@@ -120,7 +120,7 @@ class RoutingSettings(LookupSettings):
 
     @property
     def shows_decisions(self) -> bool:
-        """True if answers to clients without credentials have the decision header."""
+        """True if answers to clients without credentials carry the decision header."""
         return self.decision_header == "always" or (self.decision_header == "auto" and is_loopback(self.host))
 
 
@@ -207,5 +207,5 @@ class ProxySettings(RoutingSettings, ClientSettings):
 
     @property
     def control_is_apart(self) -> bool:
-        """See `ClientSettings.control_is_apart`. Pages that may use the proxy must not use operators' calls."""
+        """See `ClientSettings.control_is_apart`. Web pages that may use the proxy must not be able to make operators' calls."""
         return bool(self.cors_origins) or super().control_is_apart

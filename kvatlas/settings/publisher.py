@@ -245,9 +245,9 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. A shared store needs `block_size`, and also `store_ttl_s` unless it is LMCache's
-        server. An engine with events needs `endpoint`, one without needs `engine_url`. TensorRT-LLM's events are read at
-        `engine_url`."""
+        """See `ProcessSettings.load`. A shared store needs `block_size`, and also `store_ttl_s` unless it is LMCache's server.
+        An engine with events needs `endpoint`, and an engine without events needs `engine_url`. TensorRT-LLM's events are read
+        from `engine_url`."""
         settings = super().load(**flags)
         if settings.engine is EngineKind.STORE:
             settings._check_store()
@@ -277,7 +277,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
         return settings
 
     def _check_connector(self) -> None:
-        """Check that fetch settings come with a connector: without one, nothing is fetched."""
+        """Check that settings for fetching come with a connector, because nothing is fetched without one."""
         for flag, given in (("--kv-port", self.kv_port), ("--kv-tiers", self.kv_tiers)):
             if given and self.kv_connector is None:
                 raise SettingsError(f"{flag} is given without --kv-connector; set both")
@@ -285,7 +285,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             raise SettingsError(f"--kv-connector is p2p, but --engine is {self.engine.value}; expected --engine vllm")
 
     def _check_store(self) -> None:
-        """Check a shared store: it has no engine addresses, and routers need its block size to look prompts up."""
+        """Check a shared store: it has no engine addresses, and routers need its block size in order to look prompts up."""
         if self.block_size is None:
             raise SettingsError(missing_line("block_size", "expected the block size of the engines that use the store"))
         for flag, given in (
@@ -306,7 +306,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
             raise SettingsError(missing_line("store_ttl_s", expected))
 
     def _check_drained(self) -> None:
-        """Check an engine whose events are read over HTTP: it has no sockets, and one answer for all its ranks."""
+        """Check an engine whose events are read over HTTP: it has no sockets, and gives one answer for all its ranks."""
         if self.engine_url is None:
             raise SettingsError(
                 missing_line("engine_url", "expected trtllm-serve's HTTP address, where events are read")
@@ -322,7 +322,7 @@ class PublishSettings(EngineAccessSettings, NatsSettings, HttpSettings):
 
     @property
     def ranks(self) -> Sequence[Self]:
-        """The settings of each rank that the process serves; without `dp_size` only these settings."""
+        """The settings of each rank that the process serves; just these settings if there is no `dp_size`."""
         if self.dp_size is None:
             return [self]
         return [self.model_copy(update={"dp_rank": rank, "dp_size": None}) for rank in range(self.dp_size)]

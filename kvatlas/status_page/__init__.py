@@ -1,2 +1,2 @@
-"""The human-readable status page of routers, indexers and sidecars: one page and one renderer, with sections for each
+"""The human-readable status page of routers, indexers and sidecars: one page and one renderer, with different sections for each
 process."""

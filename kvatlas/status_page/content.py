@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Tone(StrEnum):
-    """The meaning of a cell."""
+    """What a cell means."""
 
     PLAIN = "plain"
     QUIET = "quiet"
@@ -17,8 +17,8 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`hint`: details, shown on hover. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state or
-    a choice, and stands out."""
+    """`hint`: details that are shown on hover. `share`: 0 to 1, drawn as a bar beside the text. `marked`: the text is a state
+    or a choice, and stands out."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`number`: its cells are compared by eye, so they are right-aligned."""
+    """`number`: the cells of this column are compared by eye, so they are right-aligned."""
 
     label: str
     number: bool = False
@@ -38,8 +38,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`empty`: text shown without rows. `note`: what the table leaves out. `title`: used in a section with several tables.
-    `folded`: rows are shown on a click."""
+    """`empty`: the text that is shown if there are no rows. `note`: what the table leaves out. `title`: used in a section with
+    several tables. `folded`: the rows are shown after a click."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -49,7 +49,7 @@ class Table:
     folded: bool = False
 
     def without_empty(self, *labels: str) -> "Table":
-        """Drop any of these columns that are empty in every row."""
+        """Drop those of these columns that are empty in every row."""
         kept = [
             i
             for i, column in enumerate(self.columns)
@@ -62,7 +62,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A row of bars, the newest last. `values`: (height, label)."""
+    """A row of bars, with the newest one last. `values`: (height, label) for each bar."""
 
     title: str
     values: Sequence[tuple[float, str]]
@@ -70,7 +70,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`name`: its anchor in the page. `lines`: paragraphs above the tables, each with its tone."""
+    """`name`: the section's anchor in the page. `lines`: paragraphs above the tables, each with its tone."""
 
     name: str
     title: str
@@ -81,7 +81,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure at the top of the page."""
+    """One of the figures at the top of the page."""
 
     label: str
     value: Cell
@@ -91,10 +91,10 @@ QUIET_DASH = Cell("–", Tone.QUIET)
 
 
 def milliseconds_text(us: float) -> str:
-    """Milliseconds as text, with a decimal if they are few."""
+    """Milliseconds as text, with a decimal place if there are few."""
     return f"{us / 1e3:,.1f} ms" if us < 100_000 else f"{us / 1e3:,.0f} ms"
 
 
 def number_cell(value: int, tone: Tone = Tone.PLAIN, hint: str = "") -> Cell:
-    """A number with thousands separators; 0 is quiet."""
+    """A number with thousands separators; 0 is shown in a quiet tone."""
     return Cell(f"{value:,}", Tone.QUIET if not value and tone is Tone.PLAIN else tone, hint)

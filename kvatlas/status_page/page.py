@@ -1,5 +1,5 @@
-"""The page as HTML. It loads nothing: style and script are inline, and its policy forbids the browser from running anything
-else."""
+"""The page as HTML. It loads nothing: style and script are inline, and its content security policy forbids the browser to run
+anything else."""
 
 import time
 from base64 import b64encode
@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 
 
 def render(role: str, name: str, facts: Sequence[Fact], sections: Sequence[Section], form: Form | None) -> str:
-    """`role`: the kind of process, `name`: which one."""
+    """`role`: the kind of process; `name`: which one it is."""
     style, script = _part("page.css"), _part("page.js")
     return _template().render(
         role=role,
@@ -39,7 +39,7 @@ def render(role: str, name: str, facts: Sequence[Fact], sections: Sequence[Secti
 
 @cache
 def headers() -> Mapping[str, str]:
-    """Headers of every page: what the browser may do with it."""
+    """The headers of every page, which say what the browser may do with it."""
     policy = {
         "default-src": "'none'",
         "style-src": _source(_part("page.css")),

@@ -1,4 +1,4 @@
-"""The probe of a status page: a form for a prompt, and what answers it."""
+"""The probe of a status page: a form for a prompt, and what answers the form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvatlas.errors import InvalidValue
 from kvatlas.status_page.content import Section
 
 MAX_BYTES = 512 * 1024
-"""Limit of a form: about 60,000 token ids."""
+"""Maximum size of a form: about 60,000 token ids."""
 MAX_FIELDS = 16
 MAX_NAME = 512
 
@@ -36,7 +36,8 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A filled-in form. `model`: one of the names that the probe offered, or empty; `tenant`: empty unless given."""
+    """A form that has been filled in. `model`: one of the names that the probe offered, or empty; `tenant`: empty unless
+    given."""
 
     kind: PromptKind
     prompt: str
@@ -48,7 +49,7 @@ class Query:
         """Parse a URL-encoded form. Raises InvalidValue for anything else, and for an empty prompt."""
         try:
             fields = parse_qs(body.decode("ascii"), max_num_fields=MAX_FIELDS, errors="strict")
-        except ValueError as error:  # includes UnicodeError
+        except ValueError as error:  # this includes UnicodeError
             raise InvalidValue(f"the form can't be read: {error}") from error
         kind = _field(fields, "kind")
         prompt = (fields.get("prompt") or [""])[0].replace("\r\n", "\n")  # browsers end lines with \r\n
@@ -68,18 +69,18 @@ def _field(fields: Mapping[str, Sequence[str]], name: str) -> str:
 
 
 class Probe(Protocol):
-    """Answers the queries of a form."""
+    """Answers the queries that are made with a form."""
 
     async def models(self) -> Mapping[str, str]:
-        """Models to choose from: what the form sends, and what it shows. Raises KvatlasError."""
+        """The models to choose from: what the form sends, and what it shows. Raises KvatlasError."""
 
     async def answer(self, query: Query) -> Section:
-        """Workers that hold some of the prompt, and what it would cost there. Nothing is booked. Raises KvatlasError."""
+        """The workers that hold some of the prompt, and what it would cost there. Nothing is booked. Raises KvatlasError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A probe's form on the page. `error`: why the last query failed; `answer`: its answer."""
+    """The form of a probe on the page. `error`: why the last query failed; `answer`: the answer to it."""
 
     models: Mapping[str, str]
     query: Query | None = None

@@ -1,7 +1,7 @@
-"""`/` of a process' status port: the page, and the answers of its probe.
+"""`/` on the status port of a process: the page, and the answers of its probe.
 
-Figures are collected at most once a second, however many viewers there are. Sections are independent: one that can't be read
-shows the error instead.
+Figures are collected at most once a second, however many viewers there are. Sections are independent: if one of them can't be
+read, it shows the error instead.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from kvatlas.status_page.probe import MAX_BYTES, Form, Probe, Query
 FRESH_S = 1.0
 SECTION_S = 3.0
 PROBE_S = 15.0
-"""Long, because an engine may have to tokenize the text."""
+"""Long, because an engine may have to tokenize the text first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One section: its name and title, and the function that reads it, which may raise KvatlasError, TimeoutError and the
+    """One section: its name and title, and the function that reads it, which may raise KvatlasError, TimeoutError or one of the
     page's failures."""
 
     name: str
@@ -34,11 +34,11 @@ class Source:
 
 
 class _TooLong(Exception):
-    """A form has more than MAX_BYTES."""
+    """The form is larger than MAX_BYTES."""
 
 
 class StatusPage:
-    """The page of one process; `routes` are its paths."""
+    """The page of one process; `routes` are the paths that it serves."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class StatusPage:
         probe: Probe | None = None,
         failures: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`role`: the kind of process; `name`: which one. `facts`: figures that need no waiting. `failures`: other errors that
-        sections and the probe raise when a server is down."""
+        """`role`: the kind of process; `name`: which one it is. `facts`: figures that need no waiting. `failures`: other errors
+        that sections and the probe raise when a server is down."""
         self._failures: tuple[type[Exception], ...] = (KvatlasError, TimeoutError, *failures)
         self._role = role
         self._name = name
@@ -90,7 +90,7 @@ class StatusPage:
         return await self._page(form)
 
     async def _page(self, form: Form | None, status: int = 200) -> Response:
-        from kvatlas.status_page import page  # needs jinja2, 2 MiB, and most sidecars' pages are never opened
+        from kvatlas.status_page import page  # jinja2 takes 2 MiB, and most sidecars' pages are never opened
 
         sections = await self._read_sections()
         text = page.render(self._role, self._name(), self._facts(), sections, form)

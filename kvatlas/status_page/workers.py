@@ -1,4 +1,4 @@
-"""The workers, for any process that reads the fleet's records: state, blocks by tier, load, last event, last repair."""
+"""The workers, for any process that reads the fleet's records: state, blocks by tier, load, last event, and last repair."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from kvatlas.quantities import age_text, count_text
 from kvatlas.status_page.content import QUIET_DASH, Cell, Column, Fact, Section, Table, Tone, number_cell
 
 MOST_WORKERS = 64
-"""Limit of rows; workers that need attention come first."""
+"""Maximum number of rows; workers that need attention come first."""
 LATE_US = 3_000_000
 """A heartbeat is late after this long; after 5 s the worker is lost."""
 READS_AT_ONCE = 8
@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 async def workers_section(records: Mapping[str, FleetRecord], digest: ReadDigest) -> Section:
-    """Every worker and shared store of the fleet, up to MOST_WORKERS. Raises what `digest` raises."""
+    """Every worker and shared store of the fleet, up to MOST_WORKERS. Raises whatever `digest` raises."""
     now_us = time.time_ns() // 1_000
     order = sorted(records.items(), key=lambda one: (_is_well(one[1]), one[0]))
     shown = order[:MOST_WORKERS]
@@ -50,7 +50,7 @@ async def workers_section(records: Mapping[str, FleetRecord], digest: ReadDigest
 
 
 def workers_fact(records: Mapping[str, FleetRecord]) -> Fact:
-    """Number of workers that may get requests."""
+    """The number of workers that may get requests."""
     engines = [record for record in records.values() if not record.endpoint.is_store]
     routable = sum(record.routable for record in engines)
     tone = Tone.GOOD if routable == len(engines) and routable else Tone.WARNING if routable else Tone.BAD
@@ -58,13 +58,13 @@ def workers_fact(records: Mapping[str, FleetRecord]) -> Fact:
 
 
 def blocks_cell(by_tier: Mapping[Tier, int]) -> Cell:
-    """Blocks by tier, nearest first; empty tiers are left out."""
+    """Blocks by tier, nearest tier first; empty tiers are left out."""
     parts = [f"{count:,} {tier.label}" for tier, count in sorted(by_tier.items()) if count]
     return Cell(" + ".join(parts)) if parts else Cell("0", Tone.QUIET)
 
 
 def state_cell(state: EngineState, liveness: Liveness = Liveness.ALIVE, doubt: str = "") -> Cell:
-    """The state of a worker. `doubt`: why the index may be wrong about it."""
+    """The state of a worker. `doubt`: why the index may be wrong about the worker."""
     if liveness is Liveness.LOST:
         return Cell("lost", Tone.BAD, "no heartbeat for 5 s: routers skip it", marked=True)
     if state is EngineState.DOWN:
@@ -77,7 +77,7 @@ def state_cell(state: EngineState, liveness: Liveness = Liveness.ALIVE, doubt: s
 
 
 def load_cells(load: WorkerState | None) -> list[Cell]:
-    """Running and waiting requests, and the use of the cache."""
+    """Running and waiting requests, and cache usage."""
     if load is None:
         return [QUIET_DASH] * 3
     forward = load.forward_pass
@@ -87,7 +87,7 @@ def load_cells(load: WorkerState | None) -> list[Cell]:
 
 
 def ago_cell(at_us: int | None, now_us: int, late_us: int | None = None) -> Cell:
-    """Time since a moment; a dash if it never came."""
+    """The time since a moment; a dash if that moment never came."""
     if not at_us:
         return QUIET_DASH
     age_us = max(0, now_us - at_us)

@@ -1,4 +1,4 @@
-"""Access to the store: address, credentials, certificates."""
+"""Access to the store: its address, credentials and certificates."""
 
 import ssl
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ CLUSTER_PREFIXES = tuple(f"{scheme}://" for scheme in CLUSTER_SCHEMES)
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
     """`url`: with user and password if the store requires them; for a cluster, any of its servers, separated by commas; for
-    Sentinel, as `SentinelUrl` describes. `ca_file` is trusted instead of the system's CA certificates; `cert_file` and
-    `key_file` are this client's, for a store that requires certificates. Files need a scheme that begins with `rediss`.
-    `read_replicas`: overlaps are read from a cluster's replicas, at most a few seconds old."""
+    Sentinel, in the form that `SentinelUrl` describes. `ca_file` is trusted instead of the system's CA certificates;
+    `cert_file` and `key_file` are those of this client, for a store that requires certificates. Files need a scheme that begins
+    with `rediss`. `read_replicas`: overlaps are read from a cluster's replicas, which are a few seconds old at most."""
 
     url: str
     ca_file: Path | None = None
@@ -30,7 +30,7 @@ class RedisAccess:
 
     @property
     def urls(self) -> list[str]:
-        """The URL, or those of a cluster's servers."""
+        """The URL, or the URLs of a cluster's servers."""
         return split_urls(self.url)
 
     @property
@@ -40,7 +40,7 @@ class RedisAccess:
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """The store in the terms of OpenTelemetry's conventions for database clients."""
+        """The store, in the terms of OpenTelemetry's conventions for database clients."""
         parts = urlsplit(self.url)
         if parts.scheme == "unix":
             return {"server.address": parts.path}
@@ -50,7 +50,7 @@ class RedisAccess:
             return {"server.address": host, "server.port": number, "db.namespace": str(sentinels.database)}
         try:
             port = parts.port
-        except ValueError:  # connecting reports it
+        except ValueError:  # this is reported when connecting
             port = None
         attributes: dict[str, str | int] = {
             "server.address": parts.hostname or "localhost",
@@ -61,8 +61,8 @@ class RedisAccess:
         )
 
     def options(self) -> dict[str, Any]:
-        """Arguments of redis-py's `from_url`. Raises InvalidValue for certificates without TLS, OSError for a file that
-        can't be read, ssl.SSLError for one without a certificate."""
+        """Arguments for redis-py's `from_url`. Raises InvalidValue for certificates without TLS, OSError for a file that can't
+        be read, or ssl.SSLError for a file without a certificate."""
         given = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         options = {name: str(file) for name, file in given.items() if file is not None}
         if options:
@@ -72,15 +72,15 @@ class RedisAccess:
         return options
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context of every connection to the store; None if there are no files, because then the URL has all
-        options. Raises like `options`."""
+        """The TLS context of every connection to the store. None if there are no files, because the URL then holds all options.
+        Raises the same errors as `options`."""
         if self.ca_file is None and self.cert_file is None:
             return None
         return tls_context("Redis", self.ca_file, self.cert_file, self.key_file)
 
 
 def split_urls(url: str) -> list[str]:
-    """The URLs of a cluster's servers; any other URL stays whole, because a comma may be part of a password."""
+    """The URLs of a cluster's servers. Any other URL is left whole, because a comma may be part of a password."""
     several = [one.strip() for one in url.split(",")]
     return several if all(one.startswith(CLUSTER_PREFIXES) for one in several) else [url]
 
@@ -88,8 +88,8 @@ def split_urls(url: str) -> list[str]:
 def tls_context(
     what: str, ca_file: Path | None = None, cert_file: Path | None = None, key_file: Path | None = None
 ) -> ssl.SSLContext:
-    """A client's context for connections to `what`; picks up renewed files. Raises OSError for a file that can't be read,
-    ssl.SSLError for one without a certificate."""
+    """A client's context for connections to `what`, which picks up renewed files. Raises OSError for a file that can't be read,
+    or ssl.SSLError for a file without a certificate."""
 
     def build() -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=ca_file)

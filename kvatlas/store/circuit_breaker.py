@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that keeps failing is called only now and then."""
+"""A circuit breaker: a store that keeps failing is only called now and then."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ REST_S = 0.25
 
 
 class CircuitBreaker:
-    """Stops calling a store that failed `failures` times in a row; one call every `rest_s` seconds then tries the store
+    """Stops calls to a store that has failed `failures` times in a row; one call every `rest_s` seconds then tries the store
     again."""
 
     def __init__(
@@ -22,13 +22,13 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True if it has failed so often that calls are suspended. A call that `may_call` then allows is only a trial, for
-        which nothing should wait."""
+        """True if the store has failed so often that calls are suspended. A call that `may_call` then allows is only a trial,
+        which nothing should wait for."""
         return self._failed >= self._failures
 
     def may_call(self) -> bool:
-        """True if the store may be called, perhaps as the one call that tries it again. Follow it with `record_success` or
-        `record_failure`."""
+        """True if the store may be called, perhaps with the one call that tries it again. Follow the call with `record_success`
+        or `record_failure`."""
         if not self.is_open:
             return True
         now = self._clock()

@@ -52,14 +52,14 @@ UNREACHABLE = (
     TimeoutError,
     OSError,
 )
-"""Errors that redis-py raises if the store does not answer; any other error is an answer."""
+"""The errors that redis-py raises if the store does not answer; any other error is an answer."""
 
 
 class Store:
     """Connections to one store, standalone or cluster; safe to share between tasks of one event loop."""
 
     def __init__(self, client: "redis.Redis | RedisCluster", access: RedisAccess) -> None:
-        self.client: Any = client  # redis-py types answers as unions of sync and async
+        self.client: Any = client  # redis-py declares answers as unions of sync and async types
         self.is_cluster = isinstance(client, RedisCluster)
         self.url = access.url
         self.name = access.name
@@ -67,7 +67,7 @@ class Store:
         self.marked_s: dict[str, float] = {}
         """When each function library was last marked as used, by the monotonic clock."""
         self._nodes: dict[str, RedisConnections] = {}
-        """Connections by node of a cluster; a standalone store has one entry with an empty name."""
+        """The connections by node of a cluster; for a standalone store, there is one entry with an empty name."""
         self._replica_nodes: dict[str, RedisConnections] = {}
         self._replicas: ReadReplicas | None = None
         if access.read_replicas and isinstance(client, RedisCluster):
@@ -82,15 +82,15 @@ class Store:
         return (await self._call([("FCALL_RO", function, len(keys), *keys, *args)], retry=True))[0]
 
     async def fcall_ro_many(self, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """Several read-only calls in one pipelined round trip (in a cluster: one to each node), sent to read replicas if
-        configured; answers in order."""
+        """Make several read-only calls in one pipelined round trip (in a cluster, one to each node), which goes to read
+        replicas if configured. Returns the answers in order."""
         commands = [("FCALL_RO", function, len(keys), *keys, *args) for keys, args in calls]
         if self._replicas is not None:
             return list(await asyncio.gather(*(self._call_replica(self._replicas, command) for command in commands)))
         return await self._call(commands, retry=True)
 
     async def ask_any(self, command: str) -> Any:
-        """A primary's answer to a command that reads no key, over the same connections as function calls. Raises
+        """A primary's answer to a command that reads no key, sent over the same connections as function calls. Raises
         Unreachable."""
         connections = (
             self._connections_to_node(self.client.get_primaries()[0]) if self.is_cluster else self._connections()
@@ -101,14 +101,14 @@ class Store:
             raise self.unreachable(error) from error
 
     async def ask(self, command: Awaitable[T]) -> T:
-        """The answer to a command sent with `client`. Raises Unreachable."""
+        """The answer to a command that is sent with `client`. Raises Unreachable."""
         try:
             return await command
         except UNREACHABLE as error:
             raise self.unreachable(error) from error
 
     def unreachable(self, error: BaseException) -> Unreachable:
-        """Convert one of UNREACHABLE to this package's error, naming the store."""
+        """Convert one of the UNREACHABLE errors to this package's own error, which names the store."""
         return Unreachable(f"{self.name}: {reason(error)}")
 
     async def _call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
@@ -130,7 +130,7 @@ class Store:
         return (await self._call([command], retry=True))[0] if found is None else found[0]
 
     async def _call_node(self, command: tuple[Any, ...], *, retry: bool) -> Any:
-        """Call a function at the node that, as far as known, has the slot of its first key."""
+        """Call a function at the node that, as far as is known, holds the slot of its first key."""
         first_key = command[3]
         try:
             node = self.client.get_node_from_key(first_key)
@@ -142,7 +142,7 @@ class Store:
     async def _follow(self, command: tuple[Any, ...]) -> Any:
         try:
             return await self.client.execute_command(*command)
-        except AttributeError as error:  # redis-py's reaction to an ASK that names a node it does not know yet
+        except AttributeError as error:  # redis-py's reaction to an ASK with a node that it does not know yet
             raise RedisConnectionError("a slot is moving to an unknown server") from error
 
     def _connections_to_replica(self, node: ClusterNode) -> RedisConnections:
@@ -169,7 +169,7 @@ class Store:
         return connections
 
     async def load_functions(self, code: str) -> None:
-        """Load a function library on every primary, replacing an older one. Raises Unreachable; OutOfMemoryError if the
+        """Load a function library on every primary, replacing an older one. Raises Unreachable, or OutOfMemoryError if the
         store has no room for a library that it does not have yet."""
         try:
             await self._on_primaries("FUNCTION LOAD", "REPLACE", code)
@@ -200,8 +200,8 @@ class Store:
         return list(found.values()) if by_node else [found]
 
     async def read_config(self, name: str) -> dict[str, str]:
-        """A setting of every primary that reports it, by node; a standalone store has an empty name. Raises Unreachable,
-        and redis' ResponseError if the server hides its configuration."""
+        """A setting of every primary that reports it, by node; for a standalone store, the name is empty. Raises Unreachable,
+        or redis' ResponseError if the server hides its configuration."""
         found = await self.ask(self._on_primaries("CONFIG GET", name))
         answers = found if self.is_cluster and name not in found else {"": found}
         return {node: one[name] for node, one in answers.items() if isinstance(one, dict) and name in one}
@@ -212,7 +212,8 @@ class Store:
         return answer
 
     async def _has_functions(self, code: str) -> bool:
-        """True if exactly this library is loaded. Unknown in a cluster, where one answer does not cover every primary."""
+        """True if exactly this library is loaded. In a cluster this is unknown, because one answer does not cover every
+        primary."""
         if self.is_cluster:
             return False
         name = code.partition("\n")[0].rpartition("name=")[2]
@@ -228,13 +229,13 @@ class Store:
 async def open_store(
     access: RedisAccess | str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> Store:
-    """Open a store and wait for its first answer; `access` may be the URL alone.
+    """Open a store and wait for its first answer. `access` may also be just the URL.
 
-    URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster, separated
-    by commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). With `wait` an unreachable server is
-    retried with back-off, and `on_wait` gets a line for the user each time. Without `wait` it raises Unreachable at once,
-    naming the address. Raises AccessDenied for wrong credentials or unusable certificate files, InvalidValue for any other
-    URL.
+    URLs: `redis://`, `rediss://`, `unix://`, `redis+cluster://` and `rediss+cluster://` (any nodes of a cluster, separated by
+    commas), `redis+sentinel://` and `rediss+sentinel://` (as `SentinelUrl` describes). If `wait` is set, an unreachable store
+    is tried again with back-off, and `on_wait` is called with a line for the user each time. Otherwise, Unreachable is raised
+    immediately, with the address. Raises AccessDenied for wrong credentials or unusable certificate files, and InvalidValue for
+    any other URL.
     """
     whole = RedisAccess(access) if isinstance(access, str) else access
     return await retry_until_reachable(lambda: _open(whole), wait=wait, on_wait=on_wait)
@@ -244,7 +245,7 @@ async def open_store(
 async def connected_store(
     access: RedisAccess | str, *, wait: bool = True, on_wait: Callable[[str], None] | None = None
 ) -> AsyncIterator[Store]:
-    """`open_store` for a block, closed at its end."""
+    """Call `open_store` for a block, and close the store at the end of it."""
     store = await open_store(access, wait=wait, on_wait=on_wait)
     try:
         yield store
@@ -266,8 +267,8 @@ async def _open(access: RedisAccess) -> Store:
 
 
 async def _initialize(client: RedisCluster) -> None:
-    """Read the cluster's map and its commands from any servers that answer. redis-py insists on its first primary for the
-    commands."""
+    """Read the map of the cluster and its commands from any servers that answer. redis-py would insist on its first primary for
+    the commands."""
     silent: set[str] = set()
     while True:
         try:
@@ -282,7 +283,7 @@ async def _initialize(client: RedisCluster) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """A client library's error in one line."""
+    """The error of a client library, as one line."""
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return "no answer in time"
     if isinstance(error, AuthenticationError) and "HELLO must be called" in str(error):
@@ -291,7 +292,7 @@ def reason(error: BaseException) -> str:
 
 
 def _library_name(library: Any) -> str:
-    """The name in an entry of FUNCTION LIST, a map or a flat list of names and values."""
+    """The name in an entry of FUNCTION LIST, which is a map or a flat list of names and values."""
     fields = library if isinstance(library, dict) else dict(zip(library[::2], library[1::2], strict=True))
     name: bytes = fields[b"library_name"]
     return name.decode()
@@ -335,7 +336,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
             return client
     except InvalidValue:
         raise
-    except (ValueError, TypeError, RedisClusterException) as error:  # its text may contain part of the password
+    except (ValueError, TypeError, RedisClusterException) as error:  # the text may contain part of the password
         raise InvalidValue(f"{access.name}: the URL is malformed") from error
     except OSError as error:
         raise AccessDenied(f"{access.name}: {error.filename or 'certificate'}: {error.strerror}") from error
@@ -345,7 +346,7 @@ def _client(access: RedisAccess) -> "redis.Redis | RedisCluster":
 
 
 def _tls_connections(access: RedisAccess) -> type[SSLConnection] | None:
-    """Connections with the configured certificates; None if there are none."""
+    """Connections with the configured certificates; None if no certificates are configured."""
     context = access.tls_context()
     return None if context is None else with_context(SSLConnection, context)
 

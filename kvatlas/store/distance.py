@@ -1,4 +1,4 @@
-"""Measures how far away the store is, by its quickest answers."""
+"""Measures how far away the store is, based on its quickest answers."""
 
 import asyncio
 import socket
@@ -15,14 +15,14 @@ RECENT = 5
 
 
 class StoreDistance:
-    """The shortest of the last RECENT round trips, because it waited least for a busy machine. One quick answer shows that the
-    store is near; only RECENT slow ones show that it is far. Round trips are measured with separate calls, because those of a
-    choice include the store's computing, and without the time that this event loop takes to read what has arrived, because a
-    busy router would otherwise take any store for a distant one. If the loop took longer than the answer, nothing is known
-    about the store."""
+    """The shortest of the last RECENT round trips, because that one was held up least by a busy machine. One quick answer shows
+    that the store is near, whereas it takes RECENT slow ones to show that it is far. Round trips are measured with separate
+    calls, because those of a choice include the store's computing. The time that this event loop takes to read what has arrived
+    is taken off, because a busy router would otherwise take any store for a distant one. If the loop took longer than the
+    answer, the round trip tells us nothing about the store."""
 
     def __init__(self, store: Store | None = None, every_s: float = EVERY_S) -> None:
-        """`store=None`: there is no store, so nothing is far."""
+        """`store=None`: there is no store, so nothing is far away."""
         self._store = store
         self._every_s = every_s
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -38,17 +38,17 @@ class StoreDistance:
 
     @property
     def round_trip_s(self) -> float:
-        """The round trip in seconds; 0 until it is known."""
+        """The round trip in seconds; 0 as long as it is unknown."""
         known = [seconds for seconds in self._recent if seconds > 0.0]
         return min(known) if known and len(self._recent) == RECENT else 0.0
 
     def is_far(self, deadline_ms: float | None) -> bool:
-        """True if the calls of a decision, one after another, would take longer than it may wait. Always False without a
-        deadline."""
+        """True if the calls of a decision, made one after another, would take longer than the decision may wait. Always False
+        if there is no deadline."""
         return deadline_ms is not None and CALLS_A_DECISION * self.round_trip_s * 1_000 > deadline_ms
 
     def record(self, seconds: float) -> None:
-        """Record the duration of a round trip. 0 or less: it was shorter than the loop's own time."""
+        """Record how long a round trip took. 0 or less: it was shorter than the loop's own time."""
         self._recent.append(seconds)
 
     async def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""Libraries of server-side functions: their code, and calls that load them if the server does not have them.
+"""Libraries of server-side functions: their code, and calls that load a library if the server does not have it.
 
-Names of libraries and functions end with a tag, a hash of the code, so processes of two versions each find their own
-functions, in whatever order they start. Each process marks its libraries as used. A library that no process has used for a
+The names of libraries and functions end with a tag, which is a hash of the code. Processes of two versions thus each find their
+own functions, in whatever order they start. Each process marks its libraries as used. A library that no process has used for a
 long time is deleted (`indexer/cleanup/library_expiry.py`).
 """
 
@@ -23,7 +23,7 @@ from kvatlas.telemetry.duration_series import Durations
 
 MARK_EVERY_S = 600.0
 USED_FOR_S = 24 * 3600
-"""Lifetime of a mark: no process that calls functions uses a library without one."""
+"""How long a mark lasts; no process that calls functions uses a library without a mark."""
 
 _MISSING = "Function not found"
 _TAG_BYTES = 4
@@ -79,19 +79,19 @@ _durations = Durations(
 
 
 class FunctionLibrary:
-    """One library, made of a folder of `.lua` files: first those in `shared`, in this order, then the others, each with the
-    one command that it is named after. They register a function under its name plus `TAG`; calls leave the tag out.
+    """One library, made from a folder of `.lua` files: first those in `shared`, in this order, then the others, each containing
+    the one command that it is named after. They register a function under its name plus `TAG`; calls leave out the tag.
 
-    The server compiles the library as one chunk, which may have only 200 locals. So each file becomes a block:
-    top-level names of shared files are exported, and each block begins with the earlier exports that it mentions, as
-    locals.
+    The server compiles the library as one chunk, which may have only 200 locals. Each file therefore becomes a block: the
+    top-level names of shared files are exported, and each block begins by declaring, as locals, those earlier exports that it
+    mentions.
 
-    If the server does not have a function (never loaded, or flushed), a call loads the library, which is always safe, and
-    tries once more. All calls raise what `Store.fcall` raises.
+    If the server does not have a function (because it was never loaded, or was flushed), a call loads the library, which is
+    always safe, and then tries again once. All calls raise what `Store.fcall` raises.
     """
 
     def __init__(self, family: str, folder: Path, shared: Sequence[str]) -> None:
-        """`family`: the library's name without its tag."""
+        """`family`: the name of the library without its tag."""
         self.family = family
         self.folder = folder
         self.shared = shared
@@ -106,7 +106,7 @@ class FunctionLibrary:
         return f"#!lua name={self.name}\nlocal TAG = '{self._tag}'\n{self._body}"
 
     def function(self, name: str) -> str:
-        """The function's name on the server."""
+        """The name of the function on the server."""
         return name + self._tag
 
     @cached_property
@@ -135,7 +135,7 @@ class FunctionLibrary:
 
     @cached_property
     def commands(self) -> list[str]:
-        """The files that register a function, in the order of their names."""
+        """The files that register a function, ordered by their names."""
         return sorted(path.stem for path in self.folder.glob("*.lua") if path.stem not in self.shared)
 
     def source(self, stem: str) -> str:
@@ -147,8 +147,8 @@ class FunctionLibrary:
         await store.load_functions(self.code)
 
     async def prepare(self, store: Store) -> None:
-        """Do in advance what would make the first call late: read the code, load it if the server has none, and mark it as
-        used. If the store fails, the first call does it and reports that."""
+        """Do in advance what would make the first call late: read the code, load it if the server does not have it, and mark it
+        as used. If the store fails, the first call does all this and reports the error."""
         try:
             await self._mark(store)
         except (Unreachable, RedisError):
@@ -158,13 +158,13 @@ class FunctionLibrary:
         return await self._call("FCALL", store, store.fcall, function, keys, args)
 
     async def call_ro(self, store: Store, function: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """`call` for a function that writes nothing."""
+        """Like `call`, for a function that does not write anything."""
         return await self._call("FCALL_RO", store, store.fcall_ro, function, keys, args)
 
     async def call_ro_many(
         self, store: Store, function: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]
     ) -> list[Any]:
-        """Several (keys, args) for one function that writes nothing: see `Store.fcall_ro_many`."""
+        """Make several (keys, args) calls to one function that does not write anything: see `Store.fcall_ro_many`."""
         answers: list[Any] = await self._call(
             "FCALL_RO", store, store.fcall_ro_many, function, calls, together=len(calls)
         )
@@ -179,7 +179,7 @@ class FunctionLibrary:
         *what: Any,
         together: int = 1,
     ) -> Any:
-        """Make a call, or several `together`, in a span, and count the duration."""
+        """Make a call, or several calls `together`, within a span, and count how long it takes."""
         failure = ""
         with store_span(operation, function, store.attributes, together):
             began = perf_counter()
@@ -217,18 +217,17 @@ class FunctionLibrary:
 
 
 def _top_level(source: str) -> list[str]:
-    """The names that a file's top level declares."""
+    """The names that are declared at the top level of a file."""
     return [name for names in _TOP_LEVEL.findall(source) for name in names.split(", ")]
 
 
 def mark_key(library: str) -> str:
-    """The key that marks a library, named with its tag, as used."""
+    """The key that marks a library as used; it contains the library's name with its tag."""
     return f"kva:{{fleet}}:library:{library}"
 
 
 async def read_unmarked(store: Store, families: Sequence[str]) -> list[str]:
-    """The loaded libraries of these families that no process has used for USED_FOR_S. Raises Unreachable, and redis'
-    errors."""
+    """Those loaded libraries of these families that no process has used for USED_FOR_S. Raises Unreachable or redis' errors."""
     tagged = re.compile(rf"(?:{'|'.join(map(re.escape, families))})_[0-9a-f]{{{2 * _TAG_BYTES}}}")
     names = [name for name in await store.list_libraries() if tagged.fullmatch(name)]
     return [name for name in names if not await store.ask(store.client.exists(mark_key(name)))]

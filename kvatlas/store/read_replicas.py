@@ -1,4 +1,4 @@
-"""Reads from a cluster's replicas, while they hear from their primaries."""
+"""Reads from a cluster's replicas, as long as these hear from their primaries."""
 
 import logging
 import random
@@ -13,26 +13,26 @@ from kvatlas.runtime.rate_limited_log import RateLimitedLog
 from kvatlas.store.redis_connections import RedisConnections
 
 HEARD_S = 2
-"""A replica that has not heard from its primary for longer may be behind, and is not used."""
+"""A replica that has not heard from its primary for longer than this may be behind, and is not used."""
 CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("kvatlas.store")
 
 
 class ReadReplicas:
-    """Picks one replica of each shard, a different one in each process. Answers may be HEARD_S + CHECK_EVERY_S old."""
+    """Picks one replica of each shard, a different one in each process. Its answers may be HEARD_S + CHECK_EVERY_S old."""
 
     def __init__(self, client: RedisCluster, connections_to: Callable[[ClusterNode], RedisConnections]) -> None:
-        """`connections_to`: returns connections that may read from a replica."""
+        """`connections_to`: a function that returns connections on which a replica may be read from."""
         self._client = client
         self._connections_to = connections_to
         self._choice = random.SystemRandom().random()
         self._checked: dict[str, tuple[float, bool]] = {}
-        """By node: when it was checked, and whether it may be read."""
+        """For each node: when it was checked, and whether it may be read from."""
         self._log = RateLimitedLog(log)
 
     async def call(self, command: tuple[Any, ...]) -> tuple[Any] | None:
-        """A replica's answer to a read-only function call; None if the primary must be asked."""
+        """The answer of a replica to a read-only function call; None if the primary must be asked."""
         node = self._replica_of(command[3])
         if node is None:
             return None

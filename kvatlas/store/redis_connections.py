@@ -1,9 +1,9 @@
-"""Calls the nodes of a store over few connections, with many calls at a time on each: requests are written as they arrive, and
-answers come in the same order.
+"""Calls the nodes of a store over few connections, each with many calls at the same time: requests are written as they arrive,
+and answers come back in the same order.
 
-redis-py opens and authenticates a connection. From then on we read its transport here, without a task, a lock and a buffer for
-every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other, not for a free
-connection.
+redis-py opens and authenticates a connection. From then on, its transport is read here, without a task, a lock and a buffer for
+every call. A round trip on loopback takes 60 us instead of 150, and simultaneous calls wait for each other, not for a
+connection to become free.
 """
 
 import asyncio
@@ -19,30 +19,31 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 MOST_CONNECTIONS = 4
-"""Limit per node. A long answer or a long call delays everything sent after it on the same connection."""
+"""Maximum number of connections per node. A long answer or a long call delays everything that is sent after it on the same
+connection."""
 
 _NOTHING_YET = object()
 
 
 class RedisConnections:
-    """Connections to one node. Safe to share between tasks of one event loop.
+    """Connections to one node. They are safe to share between tasks of one event loop.
 
     A cancelled call leaves its connection intact: its answer is read and dropped. If a call is not answered within
     `timeout_s`, the connection is closed, and all calls on it fail.
     """
 
     def __init__(self, connect: Callable[[], Any], timeout_s: float) -> None:
-        """`connect`: creates an unconnected redis-py connection with address and credentials."""
+        """`connect`: creates a redis-py connection with address and credentials, which is not connected yet."""
         self._connect = connect
         self._timeout_s = timeout_s
         self._open: list[_Pipeline] = []
         self._opening: asyncio.Task[_Pipeline] | None = None
 
     async def call(self, commands: Sequence[tuple[Any, ...]], *, retry: bool) -> list[Any]:
-        """The answers to commands that are sent together, in order.
+        """The answers to commands that are sent together, in the same order.
 
-        `retry`: try once more on a new connection if this one was closed; only for commands that may run twice. Raises the
-        server's error for the first command that it refuses, and redis' ConnectionError and TimeoutError.
+        `retry`: if the connection was closed, try once more on a new one; only for commands that may run twice. Raises the
+        server's error for the first command that it refuses, or redis' ConnectionError or TimeoutError.
         """
         packed = pack(commands[0]) if len(commands) == 1 else b"".join(map(pack, commands))
         pipeline = self._choose() or await self._connected()
@@ -63,7 +64,7 @@ class RedisConnections:
             del answers, answer  # an error's traceback has this frame: a cycle, which would keep the callers' requests
 
     def renew(self) -> None:
-        """Open new connections for future calls; the current ones close once their calls are answered."""
+        """Open new connections for future calls; the current ones are closed once their calls have been answered."""
         open_ones, self._open = self._open, []
         for pipeline in open_ones:
             pipeline.finish()
@@ -77,8 +78,8 @@ class RedisConnections:
             pipeline.close()
 
     def _choose(self) -> "_Pipeline | None":
-        """The connection with the fewest open calls; None before the first connection. If all are busy, one more is opened
-        for the next call."""
+        """The connection with the fewest open calls; None before the first connection. If all of them are busy, another one is
+        opened for the next call."""
         open_ones = self._open
         if not open_ones:
             return None
@@ -117,8 +118,8 @@ class RedisConnections:
 
 
 def pack(command: tuple[Any, ...]) -> bytes:
-    """A command as it is sent. The keys of a function call are packed only once: they are most of its words, and the same in
-    all calls about a pool."""
+    """A command in the form in which it is sent. The keys of a function call are packed only once: they make up most of its
+    words, and are the same in all calls about a pool."""
     if command[0] not in ("FCALL", "FCALL_RO"):
         packed: bytes = pack_command(command)
         return packed
@@ -137,7 +138,7 @@ class _Pipeline(asyncio.Protocol):
     """One connection, with its unanswered calls in the order in which they were sent."""
 
     def __init__(self, connection: Any, timeout_s: float, on_lost: Callable[["_Pipeline"], None]) -> None:
-        """Takes over a connected redis-py connection."""
+        """Takes over a redis-py connection that is already connected."""
         self._connection = connection
         self._transport: asyncio.Transport = connection._writer.transport
         self._timeout_s = timeout_s
@@ -157,7 +158,7 @@ class _Pipeline(asyncio.Protocol):
         self._transport.resume_reading()
 
     async def send(self, packed: bytes, count: int) -> list[Any]:
-        """The answers to `count` commands. Raises the connection's errors."""
+        """The answers to `count` commands. Raises the errors of the connection."""
         if not self._writable.is_set():
             async with asyncio.timeout(self._timeout_s):
                 await self._writable.wait()
@@ -171,13 +172,13 @@ class _Pipeline(asyncio.Protocol):
         return await future
 
     def finish(self) -> None:
-        """Close once everything is answered."""
+        """Close once everything has been answered."""
         self._finishing = True
         if not self.calls:
             self.close()
 
     def close(self) -> None:
-        """Close now; unanswered calls fail."""
+        """Close immediately; unanswered calls fail."""
         self._fail(RedisConnectionError("Connection closed by this program"))
 
     # ------------------------------------------------------------ called by the transport
@@ -216,7 +217,7 @@ class _Pipeline(asyncio.Protocol):
     # ------------------------------------------------------------ pieces
 
     def _check_time(self) -> None:
-        """Check the first waiting call, which is the oldest."""
+        """Check how long the first waiting call, which is the oldest, has waited."""
         self._timer = None
         if not self.calls:
             return
@@ -243,4 +244,4 @@ class _Pipeline(asyncio.Protocol):
         for future, *_ in calls:
             if not future.done():
                 future.set_exception(error)
-        self._connection._close()  # so redis-py knows
+        self._connection._close()  # so that redis-py knows

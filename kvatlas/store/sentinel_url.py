@@ -26,11 +26,11 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> "SentinelUrl":
-        """Parse the URL. Raises ValueError, whose text quotes no part of the URL."""
+        """Parse the URL. Raises ValueError with a text that does not quote any part of the URL."""
         scheme, _, rest = url.partition("://")
         authority, slash, path = rest.partition("/")
         login, _, places = authority.rpartition("@")
-        parts = urlsplit(f"{scheme}://{slash}{path}")  # without the hosts: urlsplit can't read several IPv6 addresses
+        parts = urlsplit(f"{scheme}://{slash}{path}")  # leave out the hosts: urlsplit can't read several IPv6 addresses
         user, _, password = login.partition(":")
         service, _, database = parts.path.strip("/").partition("/")
         options = {name: values[0] for name, values in parse_qs(parts.query).items()}

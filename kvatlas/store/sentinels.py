@@ -1,4 +1,4 @@
-"""A client of the primary that Sentinels watch."""
+"""A client for the primary that Sentinels watch."""
 
 import asyncio
 import ssl
@@ -13,10 +13,10 @@ from kvatlas.store.sentinel_url import SentinelUrl
 
 
 def watched_primary(url: SentinelUrl, context: ssl.SSLContext | None, tls: dict[str, Any], **options: Any) -> Redis:
-    """A client of whichever server is the primary: each new connection asks the Sentinels.
+    """A client for whichever server is the primary: each new connection asks the Sentinels.
 
-    `context`: for all connections, instead of the system's CA certificates; `tls`: its files, as redis-py takes them;
-    `options`: options of every connection.
+    `context`: used for all connections, instead of the system's CA certificates; `tls`: its files, in the form that redis-py
+    takes; `options`: the options of every connection.
     """
     own = {"username": url.sentinel_username, "password": url.sentinel_password, "ssl": url.tls, **tls, **options}
     sentinel = _Sentinels(url.sentinels, sentinel_kwargs=own)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def watched_primary(url: SentinelUrl, context: ssl.SSLContext | None, tls: dict[
 
 
 class _Sentinels(Sentinel):
-    """Reports in one line what each Sentinel answered, if none of them knows a primary."""
+    """If none of the Sentinels knows a primary, reports in one line what each of them answered."""
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         try:
@@ -64,7 +64,7 @@ class _Sentinels(Sentinel):
 
 
 class _Watched(Redis):
-    """A client that, when closed, also closes its connections to the Sentinels."""
+    """A client that also closes its connections to the Sentinels when it is closed."""
 
     def __init__(self, sentinel: Sentinel, pool: SentinelConnectionPool) -> None:
         super().__init__(connection_pool=pool)
@@ -77,7 +77,7 @@ class _Watched(Redis):
 
 
 def with_context(kind: type[SSLConnection], context: ssl.SSLContext) -> type[SSLConnection]:
-    """Connections that read renewed certificates again; redis-py keeps the first ones."""
+    """Connections that read renewed certificates again, whereas redis-py keeps the first ones."""
 
     class RenewedConnection(kind):  # type: ignore[valid-type, misc]
         def __init__(self, **options: Any) -> None:

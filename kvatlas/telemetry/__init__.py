@@ -6,7 +6,7 @@
     instruments/      every metric's name, unit and description, and the plain integers behind it
     metric_export.py  reads those integers when an exporter asks
 
-Importing this package needs only opentelemetry-api. A process that sets up OpenTelemetry itself (a router that embeds the
+Importing this package only requires opentelemetry-api. A process that sets up OpenTelemetry itself (a router that embeds the
 client) keeps its own providers and does not call `setup_telemetry`.
 """
 

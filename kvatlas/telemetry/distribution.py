@@ -1,4 +1,4 @@
-"""A histogram of plain integers for the hot path: adding takes 0.5 us, OpenTelemetry's own 10 us."""
+"""A histogram of plain integers for the hot path: adding a value takes 0.5 us, compared with 10 us in OpenTelemetry's own."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MIDDLE = 2**-0.5
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The range with separate buckets: from 2 ** `lowest` to 2 ** `highest`; other values count in the nearest bucket."""
+    """The range with separate buckets: from 2 ** `lowest` to 2 ** `highest`; other values are counted in the nearest bucket."""
 
     lowest: int
     highest: int
@@ -33,7 +33,7 @@ TOKENS = Extent(0, 18)
 
 
 class Exemplar(NamedTuple):
-    """One counted value, and the span in which it was measured. `time_ns`: since 1970."""
+    """One counted value, and the span in which it was measured. `time_ns`: nanoseconds since 1970."""
 
     value: float
     trace_id: int
@@ -43,16 +43,16 @@ class Exemplar(NamedTuple):
 
 @cache
 def _upper_bounds(extent: Extent) -> Sequence[float]:
-    """The upper bounds of all buckets but the last one; each bound belongs to its bucket."""
+    """The upper bounds of all buckets except the last one; each bound belongs to its bucket."""
     powers = range(extent.lowest + 1, extent.highest + 1)
     return [bound for power in powers for bound in (_MIDDLE * 2.0**power, 2.0**power)][:-1]
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Values since creation, counted in two buckets for each doubling. No value is below 0.
+    """Values since the object was created, counted in two buckets for each doubling. No value is below 0.
 
-    `exemplars`: the newest value with a span in each doubling, by the doubling's index.
+    `exemplars`: for each doubling, the newest value with a span, by the index of the doubling.
     """
 
     extent: Extent = SECONDS
@@ -67,7 +67,7 @@ class Distribution:
         self.counts = self.counts or [0] * (len(self._bounds) + 1)
 
     def add(self, value: float, times: int = 1, *, span: "SpanContext | None" = None) -> None:
-        """Count a value, with the sampled span in which it was measured, if any."""
+        """Count a value, together with the sampled span in which it was measured, if there is one."""
         place = bisect_left(self._bounds, value)
         self.counts[place] += times
         if value > 0:
@@ -77,7 +77,7 @@ class Distribution:
 
     @property
     def offset(self) -> int:
-        """Index of the first bucket in an exponential histogram of this scale."""
+        """The index of the first bucket in an exponential histogram of this scale."""
         return self.extent.lowest * _STEPS
 
     @property
@@ -85,13 +85,14 @@ class Distribution:
         return sum(self.counts)
 
     def doublings(self) -> tuple[list[float], list[int]]:
-        """Upper bounds of buckets that each cover a doubling, and their counts. The last bucket has no bound."""
+        """The upper bounds of buckets that each cover a doubling, and their counts. The last bucket has no bound."""
         bounds = [2.0**power for power in range(self.extent.lowest + 1, self.extent.highest)]
         counts = [sum(self.counts[at : at + _STEPS]) for at in range(0, len(self.counts), _STEPS)]
         return bounds, counts
 
     def quantile(self, q: float) -> float | None:
-        """Upper bound of the bucket that holds the quantile: infinity for the last; None before the first value."""
+        """The upper bound of the bucket that contains the quantile: infinity for the last bucket; None before the first
+        value."""
         total, seen = self.count, 0
         if not total:
             return None
@@ -107,14 +108,14 @@ class Distribution:
         return Distribution(self.extent, counts, self.sum + other.sum, {**self.exemplars, **other.exemplars})
 
     def to_jsonable(self) -> dict[str, Any]:
-        """A human-readable summary; quantiles are upper bounds, and None if unknown or infinite."""
+        """A human-readable summary. Quantiles are upper bounds, and None if they are unknown or infinite."""
         found = {f"p{round(q * 100)}": self.quantile(q) for q in (0.5, 0.99)}
         finite = {name: at if at is not None and isfinite(at) else None for name, at in found.items()}
         return {"count": self.count, "sum": self.sum, **finite}
 
 
 def counters_to_jsonable(counters: "DataclassInstance") -> dict[str, Any]:
-    """Plain numbers unchanged, distributions as summaries, nested counters as objects."""
+    """The counters, with plain numbers unchanged, distributions as summaries, and nested counters as objects."""
     return {one.name: _to_jsonable(getattr(counters, one.name)) for one in fields(counters)}
 
 

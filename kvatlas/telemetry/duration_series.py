@@ -1,4 +1,4 @@
-"""Durations by attributes whose values are known only at run time, such as a status: one distribution for each
+"""Durations by attributes whose values are known only at run time, such as a status: there is one distribution for each
 combination."""
 
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,18 @@ class Duration:
 
 
 class Durations:
-    """The series of one group of instruments, whose only field is `duration`. Each is exported from its first value on.
+    """The series of one group of instruments, whose only field is `duration`. Each series is exported once it has a value.
     After MOST_SERIES, new combinations are counted as OTHER."""
 
     def __init__(self, group: str, names: Sequence[str], common: Mapping[str, str]) -> None:
-        """`names`: attributes whose values `add` gets. `common`: attributes of all series."""
+        """`names`: the attributes whose values are passed to `add`. `common`: the attributes of all series."""
         self._group = group
         self._names = names
         self._common = common
         self._series: dict[tuple[str, ...], tuple[Duration, MetricSource]] = {}
 
     def add(self, values: tuple[str, ...], seconds: float, span: "SpanContext | None" = None) -> None:
-        """Count one duration; an empty value is an absent attribute."""
+        """Count one duration; an empty value means that the attribute is absent."""
         found = self._series.get(values)
         if found is None:
             if len(self._series) >= MOST_SERIES:

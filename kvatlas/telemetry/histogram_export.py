@@ -1,7 +1,7 @@
 """Hands distributions to OpenTelemetry's metric readers, which get everything else from the SDK's own instruments.
 
-The SDK's observable counters and gauges read plain integers when an exporter asks, but it has no observable histogram. So
-we add distributions to the data that a reader receives.
+The SDK's observable counters and gauges read plain integers when an exporter asks, but the SDK has no observable histogram. We
+therefore add distributions to the data that a reader receives.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Attributes = Mapping[str, str]
 
 
 def add_distributions(reader: MetricReader, resource: Resource, *, exponential: bool) -> None:
-    """Let a reader also receive all distributions, as exponential histograms or with explicit bounds."""
+    """Make a reader receive all distributions as well, as exponential histograms or with explicit bounds."""
     receive: Callable[..., None] = reader._receive_metrics
     began_ns = time_ns()
 
@@ -51,7 +51,8 @@ def add_distributions(reader: MetricReader, resource: Resource, *, exponential: 
 
 
 def _join(scopes: Sequence[ScopeMetrics], found: Sequence[Metric]) -> list[ScopeMetrics]:
-    """Add these metrics to our scope. If a scope or resource had two entries, exporters would keep only the last."""
+    """Add these metrics to our scope. If there were two entries for a scope or resource, exporters would only keep the last
+    one."""
     others = [scope for scope in scopes if scope.scope.name != _SCOPE.name]
     ours = [metric for scope in scopes if scope.scope.name == _SCOPE.name for metric in scope.metrics]
     return [*others, ScopeMetrics(_SCOPE, [*ours, *found], "")]
@@ -114,6 +115,6 @@ def _exemplars(found: Distribution) -> list[Exemplar]:
 
 
 def _ends(counts: Sequence[int], found: Distribution) -> tuple[float, float]:
-    """Bounds of the lowest and of the highest bucket in use."""
+    """The bounds of the lowest and of the highest bucket in use."""
     used = [number for number, count in enumerate(counts) if count] or [0]
     return 2.0 ** ((found.offset + used[0]) / (1 << SCALE)), 2.0 ** ((found.offset + used[-1] + 1) / (1 << SCALE))

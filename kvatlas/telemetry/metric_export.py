@@ -1,6 +1,6 @@
 """Exports plain integers through OpenTelemetry's observable instruments, which read them when an exporter asks.
 
-`histogram_export` reads distributions: the API has no observable histogram.
+`histogram_export` reads distributions, because the API has no observable histogram.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Provider = object | Callable[[], object | None]
 
 
 class MetricSource:
-    """One registered object with counters; `close` ends its series."""
+    """One registered object that holds counters; `close` ends its series."""
 
     __slots__ = ("attributes", "group", "provider")
 
@@ -29,7 +29,7 @@ class MetricSource:
         self.attributes = attributes
 
     def close(self) -> None:
-        """Stop exporting the object. Closing twice is fine."""
+        """Stop exporting the object. Closing it twice is fine."""
         with _lock:
             _sources.get(self.group, {}).pop(id(self), None)
 
@@ -57,9 +57,9 @@ def metrics_enabled() -> bool:
 def export_metrics(group: str, counters: Provider, attributes: Mapping[str, str] | None = None) -> MetricSource:
     """Export a group's integers from now on, with these attributes (for example `{"worker": "w1"}`).
 
-    `counters`: an object with the group's fields, or a callable that returns one (None: nothing to export now). It is read
-    only when an exporter asks, on the exporter's thread. Sources with equal attributes are summed. Costs nothing on the hot
-    path, and nothing at all while metrics are off. Raises InvalidValue for an unknown group.
+    `counters`: an object with the group's fields, or a callable that returns one (None: there is nothing to export now). It is
+    read only when an exporter asks, on the exporter's thread. Sources with equal attributes are summed. Costs nothing on the
+    hot path, and nothing at all while metrics are off. Raises InvalidValue for an unknown group.
     """
     if group not in INSTRUMENTS:
         raise InvalidValue(f"instrument group {group!r}; expected one of {', '.join(INSTRUMENTS)}")
@@ -109,7 +109,7 @@ def _callback(group: str, fields: list[tuple[str, Series]]) -> Callable[[Callbac
 
 
 def read_distributions() -> Mapping[Instrument, Sequence[tuple[Mapping[str, str], Distribution]]]:
-    """Every distribution that is exported now, with the attributes of its series."""
+    """Every distribution that is currently exported, with the attributes of its series."""
     with _lock:
         sources = [source for group in _sources.values() for source in group.values()]
     found: dict[Instrument, dict[tuple[tuple[str, str], ...], Distribution]] = {}

@@ -1,4 +1,4 @@
-"""`/metrics` of our servers, in Prometheus' text format. `setup_telemetry` must know that a process serves it."""
+"""`/metrics` of our servers, in Prometheus' text format. `setup_telemetry` must be informed that a process serves this page."""
 
 import asyncio
 

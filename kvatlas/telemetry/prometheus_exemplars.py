@@ -1,6 +1,6 @@
 """Exemplars on Prometheus' page, which OpenTelemetry's exporter leaves out.
 
-They are only in the OpenMetrics form of the page, which Prometheus requests, and stores with
+They only exist in the OpenMetrics form of the page. Prometheus requests this form, and stores the exemplars if it runs with
 `--enable-feature=exemplar-storage`.
 """
 
@@ -14,7 +14,7 @@ from kvatlas.telemetry.instruments import Instrument
 from kvatlas.telemetry.metric_export import read_distributions
 
 _SUFFIX = {"s": "_seconds", "By": "_bytes"}
-"""Suffix by unit, as the exporter names metrics."""
+"""Suffixes by unit, which the exporter appends to the names of metrics."""
 
 Collect = Callable[[], Iterable[Metric]]
 

@@ -1,4 +1,5 @@
-"""Decides whether a new trace is sampled before it has a span: an unsampled OpenTelemetry span costs twice the decision.
+"""Decides whether a new trace is sampled before it has a span, because an unsampled OpenTelemetry span costs twice as much as
+the decision.
 
 This module imports the SDK; spans.py reaches it through a tracer's `sampler`.
 """
@@ -16,14 +17,14 @@ from opentelemetry.util.types import Attributes
 
 
 class _Decided(threading.local):
-    """The trace id and the decision for the root span that this thread begins next."""
+    """The trace id of the root span that this thread begins next, and the decision about it."""
 
     root: tuple[int, SamplingResult] | None = None
 
 
 class RootSampler(Sampler, RandomIdGenerator):
-    """A provider's sampler and source of ids. It asks the provider's own sampler once for each root span, in `drops_root`
-    or for the span itself; the decision is the same."""
+    """The sampler and the source of ids of a provider. It asks the provider's own sampler once for each root span, either in
+    `drops_root` or for the span itself; the decision is the same."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -31,7 +32,7 @@ class RootSampler(Sampler, RandomIdGenerator):
 
     def drops_root(self, name: str, kind: SpanKind) -> bool:
         """True if a span without attributes and links that begins now would have no parent and would be neither sampled nor
-        recorded. If False, that span must be this thread's next one."""
+        recorded. If this returns False, that span must be the next one of this thread."""
         if trace.get_current_span().get_span_context().is_valid:
             return False
         trace_id = super().generate_trace_id()
@@ -65,6 +66,6 @@ class RootSampler(Sampler, RandomIdGenerator):
 
 
 def decide_roots_first(provider: TracerProvider) -> TracerProvider:
-    """Give the provider's tracers a RootSampler."""
+    """Make the provider's tracers use a RootSampler."""
     provider.sampler = provider.id_generator = RootSampler(provider.sampler)
     return provider

@@ -43,7 +43,7 @@ class Telemetry:
         return self.tracer_provider is not None or self.meter_provider is not None
 
     def shutdown(self, deadline_s: float = SHUTDOWN_S) -> None:
-        """Export the remaining data. Whatever the collector has not taken by the deadline is lost, so that the exit is not
+        """Export the remaining data. Whatever the collector has not accepted by the deadline is lost, so that the exit is not
         delayed."""
         shutdowns: list[Callable[[], None]] = []
         if self.tracer_provider is not None:
@@ -59,7 +59,7 @@ class Telemetry:
 
 
 def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal, list[str]]:
-    """The exporters that the OTEL_* variables request for each signal; a signal that is off has no entry."""
+    """The exporters that the OTEL_* variables request for each signal; there is no entry for a signal that is off."""
     env = process_environ if environ is None else environ
     if _is_disabled(env):
         return {}
@@ -78,11 +78,11 @@ def requested_exporters(environ: Mapping[str, str] | None = None) -> dict[Signal
 def setup_telemetry(
     component: str, environ: Mapping[str, str] | None = None, *, metrics_page: bool = False
 ) -> Telemetry:
-    """Switch on what the environment requests. Without any OTEL_* variable nothing is imported and nothing runs.
+    """Switch on what the environment requests. If there is no OTEL_* variable, nothing is imported and nothing runs.
 
-    `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment sets one.
-    `metrics_page`: the process serves `read_metrics_page`, so its metrics are on unless OTEL_SDK_DISABLED is true.
-    Raises SettingsError if an exporter or the SDK is not installed, or if the providers are already set.
+    `component` names the process: its `service.name` is `kvatlas-<component>` unless the environment sets one. `metrics_page`:
+    the process serves `read_metrics_page`, so its metrics are on unless OTEL_SDK_DISABLED is true. Raises SettingsError if an
+    exporter or the SDK is not installed, or if the providers have already been set.
     """
     env = process_environ if environ is None else environ
     requested = requested_exporters(env)
@@ -92,7 +92,7 @@ def setup_telemetry(
     exporters = {
         signal: [_load_exporter(signal, name, env)() for name in names] for signal, names in requested.items()
     }  # before any provider is set: a wrong name must not leave half of them running
-    if with_page and "prometheus" not in requested.get("metrics", ()):  # this reader fills the same page
+    if with_page and "prometheus" not in requested.get("metrics", ()):  # that exporter's reader fills the same page
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 
         exporters.setdefault("metrics", []).append(PrometheusMetricReader())
@@ -123,7 +123,7 @@ def setup_telemetry(
         telemetry.meter_provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
         metrics.set_meter_provider(telemetry.meter_provider)
         explicit = env.get(_HISTOGRAMS, "").strip().lower() == "explicit_bucket_histogram"
-        for reader in readers:  # Prometheus' text has explicit bounds only
+        for reader in readers:  # Prometheus' text format only has explicit bounds
             pushes = isinstance(reader, PeriodicExportingMetricReader)
             add_distributions(reader, resource, exponential=pushes and not explicit)
             if not pushes and hasattr(reader, "_collector"):
@@ -135,8 +135,8 @@ def setup_telemetry(
 
 
 def read_metrics_page(accept: str = "") -> tuple[bytes, str]:
-    """The process' metrics in a Prometheus text format that the client accepts, and its content type. Takes milliseconds,
-    so don't call it in an event loop."""
+    """The metrics of the process in one of Prometheus' text formats that the client accepts, and the content type. Takes
+    milliseconds, so don't call it in an event loop."""
     from prometheus_client import REGISTRY
     from prometheus_client.exposition import choose_encoder
 

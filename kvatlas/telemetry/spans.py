@@ -9,9 +9,9 @@
                                                             picked worker that links to a send
     FCALL kvatlas_book, FCALL_RO ...              CLIENT    a call to the store, inside a sampled span only
 
-A span costs about 15 us, and 64 links another 100 us; hence one span per batch and at most MAX_LINKS links. OpenTelemetry
-has no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context travels as
-W3C `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
+A span costs about 15 us, and 64 links another 100 us; that is why there is one span per batch, with at most MAX_LINKS links.
+OpenTelemetry has no conventions for NATS, so names, kinds and attributes follow its general messaging conventions. The context
+travels as W3C `traceparent` (and `tracestate`) in NATS headers; the index passes it on to routers in the fleet record.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -59,13 +59,13 @@ _SENDING: dict[str, Any] = {
 
 
 def tracing_enabled() -> bool:
-    """True if this process has a tracer provider. Cheap, so it is checked first."""
+    """True if this process has a tracer provider. This is cheap, so it is checked first."""
     # get_tracer_provider checks this first, and then the environment, which takes ten times as long
     return trace._TRACER_PROVIDER is not None
 
 
 def sampled_context() -> SpanContext | None:
-    """The current span's context, for the exemplar of a value; None while tracing is off or no sampled span is current."""
+    """The context of the current span, for the exemplar of a value; None while tracing is off or no sampled span is current."""
     if not tracing_enabled():
         return None
     current = trace.get_current_span()
@@ -76,7 +76,7 @@ def sampled_context() -> SpanContext | None:
 
 
 def inject_headers() -> dict[str, str] | None:
-    """The current span's context as NATS headers; None while tracing is off or no sampled span is current."""
+    """The context of the current span, as NATS headers; None while tracing is off or no sampled span is current."""
     if sampled_context() is None:
         return None
     headers: dict[str, str] = {}
@@ -85,13 +85,13 @@ def inject_headers() -> dict[str, str] | None:
 
 
 def current_traceparent() -> str | None:
-    """The current span's W3C traceparent, for a fleet record; None if `inject_headers` returns None."""
+    """The W3C traceparent of the current span, for a fleet record; None if `inject_headers` returns None."""
     headers = inject_headers()
     return headers[_TRACEPARENT] if headers else None
 
 
 def extract_link(headers: Mapping[str, str] | None) -> Link | None:
-    """A link to the span whose context the headers carry; None if it is missing or malformed."""
+    """A link to the span whose context the headers carry; None if the context is missing or malformed."""
     if not headers or _TRACEPARENT not in headers:
         return None
     named = trace.get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
@@ -99,13 +99,13 @@ def extract_link(headers: Mapping[str, str] | None) -> Link | None:
 
 
 def link_of(traceparent: str | None) -> Link | None:
-    """A link to the span that a W3C traceparent names; None if it is missing or malformed."""
+    """A link to the span in a W3C traceparent; None if the traceparent is missing or malformed."""
     return extract_link({_TRACEPARENT: traceparent}) if traceparent else None
 
 
 class CurrentSpan(AbstractContextManager[Span]):
-    """Makes a span the current one for a block and ends it afterwards; records an error that leaves the block. Does the
-    same as OpenTelemetry's `use_span` in half the time."""
+    """Makes a span the current one for a block and ends it afterwards; records an error that leaves the block. Does the same as
+    OpenTelemetry's `use_span`, but takes half the time."""
 
     __slots__ = ("_span", "_token")
 
@@ -127,12 +127,12 @@ class CurrentSpan(AbstractContextManager[Span]):
 
 
 def _without_children(span: Span) -> AbstractContextManager[Span]:
-    """Make the span current if it is sampled; otherwise its block needs no current span."""
+    """Make the span the current one if it is sampled; otherwise its block needs no current span."""
     return CurrentSpan(span) if span.is_recording() else nullcontext(span)
 
 
 class LinkCollector:
-    """Collects the links of one batch: each span once, at most MAX_LINKS, and no parsing beyond that."""
+    """Collects the links of one batch: each span once, at most MAX_LINKS links, and no parsing beyond that number."""
 
     __slots__ = ("_links",)
 
@@ -140,7 +140,7 @@ class LinkCollector:
         self._links: dict[str, Link] = {}
 
     def add(self, headers: Mapping[str, str] | None) -> None:
-        """Add the span that a message's headers name, if any."""
+        """Add the span in a message's headers, if there is one."""
         if not headers or len(self._links) >= MAX_LINKS:
             return
         traceparent = headers.get(_TRACEPARENT)
@@ -163,9 +163,9 @@ def flush_span(
     blocks: int = 0,
     started_ns: int | None = None,
 ) -> AbstractContextManager[Span]:
-    """The PRODUCER span of one flushed batch; it is the current span inside, so `inject_headers` returns its context.
+    """The PRODUCER span of one flushed batch. It is the current span inside the block, so `inject_headers` returns its context.
 
-    `started_ns`: when its first engine batch was received (nanoseconds since 1970), so that the span includes the wait.
+    `started_ns`: when the first engine batch in it was received (nanoseconds since 1970), so that the span includes the wait.
     """
     if not tracing_enabled():
         return _OFF
@@ -193,7 +193,7 @@ def snapshot_span(
 ) -> AbstractContextManager[Span]:
     """The PRODUCER span of a snapshot, which begins an incarnation; see `flush_span`.
 
-    `reason`: why it begins. `request`: headers of the request for the snapshot, if any; the span links to it.
+    `reason`: why it begins. `request`: the headers of the request for the snapshot, if there was one; the span links to it.
     """
     if not tracing_enabled():
         return _OFF
@@ -210,7 +210,7 @@ def snapshot_span(
 
 
 def snapshot_request_span(worker_id: str, *, above: int, doubt: str) -> AbstractContextManager[Span]:
-    """The PRODUCER span of an indexer's request for a snapshot; `inject_headers` inside it returns its context.
+    """The PRODUCER span of an indexer's request for a snapshot; inside it, `inject_headers` returns its context.
 
     `above`: the incarnation in doubt. `doubt`: the reason.
     """
@@ -233,8 +233,8 @@ def apply_span(
 ) -> AbstractContextManager[Span]:
     """The CONSUMER span of one batch that an indexer applies to the index. Keeps the first MAX_LINKS links.
 
-    The span is also a child of the first link: a batch is sampled if one of its messages is, and has no span without one.
-    `describe_batch` adds the messages' workers.
+    The span is also a child of the first link: a batch is sampled if one of its messages is, and has no span if none is.
+    `describe_batch` adds the workers of the messages.
     """
     kept = list(islice(links, MAX_LINKS))
     if not kept or not tracing_enabled():
@@ -255,10 +255,10 @@ def apply_span(
 
 
 def describe_batch(span: Span, workers: Mapping[tuple[str, int], int]) -> None:
-    """Record how many messages of each (worker, incarnation) a batch has.
+    """Record how many messages of each (worker, incarnation) a batch contains.
 
-    A single worker becomes attributes; of several, each of the first MAX_LINKS becomes an event. A search for a worker or
-    an incarnation finds both.
+    If there is a single worker, it becomes attributes; if there are several, each of the first MAX_LINKS becomes an event. A
+    search for a worker or an incarnation finds both.
     """
     if len(workers) == 1:
         ((worker_id, incarnation),) = workers
@@ -276,9 +276,9 @@ def describe_batch(span: Span, workers: Mapping[tuple[str, int], int]) -> None:
 def store_span(
     operation: str, function: str, server: Mapping[str, Any], calls: int = 1
 ) -> AbstractContextManager[Span]:
-    """The CLIENT span of calls to a store function that are sent together; only inside a sampled span.
+    """The CLIENT span of calls to a store function that are sent together; made only inside a sampled span.
 
-    `operation`: Redis' command. `server`: attributes that name the store.
+    `operation`: the command of Redis. `server`: attributes that identify the store.
     """
     if not tracing_enabled() or not trace.get_current_span().is_recording():
         return _OFF
@@ -294,15 +294,15 @@ def store_span(
 
 
 def step_span(name: str) -> AbstractContextManager[Span]:
-    """An INTERNAL span for a step of a larger one; only inside a sampled span."""
+    """An INTERNAL span for one step of a larger span; made only inside a sampled span."""
     if not tracing_enabled() or not trace.get_current_span().is_recording():
         return _OFF
     return CurrentSpan(tracer().start_span(name))
 
 
 def decision_span(operation: str, *, request_id: str | None = None, model_id: str = "") -> AbstractContextManager[Span]:
-    """The span of one `route`, `rank` or `overlap`. It is a child of the caller's current span, if any; inside an unsampled
-    one there is no span.
+    """The span of one `route`, `rank` or `overlap`. It is a child of the caller's current span, if there is one; inside an
+    unsampled span, none is made.
 
     `describe_decision` adds the outcome.
     """
@@ -327,7 +327,8 @@ def describe_decision(
     fallback: str | None = None,
     applied: Iterable[str | None] = (),
 ) -> None:
-    """Record a decision's outcome on its span. `applied`: traceparents of last applied batches (`FleetRecord.trace`)."""
+    """Record the outcome of a decision on its span. `applied`: the traceparents of the batches applied last
+    (`FleetRecord.trace`)."""
     if not span.is_recording():
         return
     span.set_attribute("kvatlas.required_blocks", required_blocks)
@@ -343,7 +344,8 @@ def describe_decision(
 
 
 class _Tracing(NamedTuple):
-    """A provider and this package's tracer of it. `drops_root`: see `RootSampler`; None for a provider without one."""
+    """A provider, and the tracer that it gives to this package. `drops_root`: see `RootSampler`; None if the provider has
+    none."""
 
     provider: TracerProvider
     tracer: Tracer
@@ -354,12 +356,12 @@ _last: _Tracing | None = None
 
 
 def tracer() -> Tracer:
-    """This package's tracer."""
+    """The tracer of this package."""
     return _tracing().tracer
 
 
 def _tracing() -> _Tracing:
-    """The provider and tracer, kept because the SDK takes a lock for each request for a tracer."""
+    """The provider and the tracer, kept because the SDK takes a lock whenever a tracer is requested."""
     global _last
     provider = trace.get_tracer_provider()
     if _last is None or _last.provider is not provider:

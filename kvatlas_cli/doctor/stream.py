@@ -27,7 +27,7 @@ ANSWER_S = 2.0
 LATELY_US = 120_000_000
 """Messages refused longer ago than this are not reported."""
 MOST_LETTERS = 64
-"""Number of refused messages that are read, latest first."""
+"""Maximum number of the latest refused messages that are read."""
 _NO_STREAM = 10059
 _RECREATE = "delete the stream; an indexer creates it again"
 

@@ -23,7 +23,7 @@ HOLES_S = 600.0
 known blocks."""
 SERVING_S = 10.0
 SERVED_TOKENS = 1_024
-"""An engine that has run requests for SERVED_S, or has read this many prompt tokens, must have stored a block."""
+"""An engine that has run requests for SERVING_S, or has read this many prompt tokens, must have stored a block."""
 
 
 class Reason(StrEnum):

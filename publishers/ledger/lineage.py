@@ -161,8 +161,8 @@ class Lineage:
         return made
 
     def _join(self, stretch: Stretch) -> Stretch:
-        """Join a short plain stretch with the one that it continues, if they match. Both must be published in the same
-        way, so both are settled, and settling them again changes nothing."""
+        """Join a short plain stretch with the one that it continues, if they match. Both are then published in the same
+        way, so both have been settled, and settling them again changes nothing."""
         before = stretch.parent
         if (
             before is None

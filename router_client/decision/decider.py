@@ -216,8 +216,8 @@ class Decider:
         return await self._booker.turns(pool_id, left, waiting, call_store=not self.store_is_far)
 
     async def _name_blocks(self, prompt: Prompt, choice: Choice, *others: Choice) -> Choice:
-        """Return the choice with the names of the blocks to fetch. If the caller is cancelled, all bookings of the
-        choice end."""
+        """Return the choice with the names of the blocks to fetch. `others`: choices booked together with it. If the
+        caller is cancelled, all of these bookings end."""
         try:
             return await self._named_blocks.name(prompt, choice)
         except BaseException:

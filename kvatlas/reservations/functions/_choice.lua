@@ -1,6 +1,6 @@
 -- The choice among all offers to named workers and to look-alikes.
 
--- Finds the first free source of the offer that computes the prompt, otherwise the one that becomes free first.
+-- Finds the first source that is free for the offer that computes the prompt, otherwise the one that becomes free first.
 local function find_source(state)
   local ask, number = state.ask, state.prefill > 0 and state.prefill or state.chosen
   local row = state.at[number] / OFFER_FIELDS + 1

@@ -1,4 +1,4 @@
--- The store's own clock, in microseconds: the clocks of routers and indexers differ.
+-- The store's own clock, in microseconds; it is used because the clocks of routers and indexers differ.
 
 local function now_us()
   local time = redis.call('TIME')

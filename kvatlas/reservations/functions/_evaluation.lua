@@ -1,11 +1,11 @@
--- Evaluates offers: finds the cheapest of the offered workers now. The Python twin of this file, which looks at every
--- look-alike, is `kvatlas/reservations/evaluation.py`.
+-- Evaluates offers: finds the cheapest of the workers that offers are made to, as of now. The twin of this file in Python,
+-- which looks at every look-alike, is `kvatlas/reservations/evaluation.py`.
 --
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as
 --   look-alikes... }, least number of look-alikes, place on the ring, lookup (0: what look-alikes hold is part of the offers;
 --   see _lookup.lua), sources, fetches }, packed by kvatlas/reservations/redis.py
--- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than all the rest.
+-- Kinds, offers and look-alikes are rows of flat lists: hundreds of tables would take longer than everything else.
 -- kind: number of its chain (0: none), most tokens that can be used, tokens of a hit that are lost, us for each queued token,
 --   running request, KV token, tokens that a waiting request stands for, us for each prompt token, squared prompt token, hit,
 --   us for which predictions are believed, their capacity in steps, price of each us by which a running request is
@@ -82,13 +82,13 @@ local function unpack_ask(packed)
   }
 end
 
--- Returns how much holding this many tokens saves on workers of the kind whose row begins after `k`.
+-- Returns how much it saves to hold this many tokens on workers of the kind whose row begins after `k`.
 local function worth(kinds, k, tokens)
   local us = kinds[k + TOKEN_US] * tokens + kinds[k + SQUARE_US] * tokens * tokens
   return tokens > 0 and us - kinds[k + HIT_US] or us
 end
 
--- Returns the cost of a request with this much left to compute for the running requests of a worker, which it delays.
+-- Returns what a request with this much left to compute costs the running requests of a worker, which it delays.
 local function interference(kinds, k, work_us, running)
   return kinds[k + INTERFERENCE] * math.max(0, work_us) * running
 end
@@ -119,7 +119,7 @@ local function check_limits(limits, slots, kv_tokens, decode_us, ttft_us, load_u
   return missed, level
 end
 
--- Returns the packed records of workers in their order.
+-- Returns the packed records of workers, in the order of the workers.
 local function records_of(keys, workers)
   local records = {}
   for first = 1, #workers, CHUNK do
@@ -133,8 +133,8 @@ local function records_of(keys, workers)
   return records
 end
 
--- Returns the mean of the known loads of all offered workers and look-alikes: {queued tokens, running requests, waiting
--- requests, KV tokens}. It stands in for loads that are unknown.
+-- Returns the mean of the known loads of all workers with offers and of all look-alikes: {queued tokens, running requests,
+-- waiting requests, KV tokens}. It stands in for loads that are unknown.
 local function mean_of(state)
   local known, sums = 0, { 0, 0, 0, 0 }
   local function add(sign, queued, running, waiting, kv)
@@ -183,7 +183,7 @@ local function mean_of(state)
   return sums
 end
 
--- Returns the place in the ask's look-alikes after which a worker's row begins; nil if it has none.
+-- Returns the place in the ask's look-alikes after which the row of a worker begins; nil if it has none.
 local function row_for(state, worker, packed)
   local group = group_in(packed)
   local lookup = state.ask.lookup
@@ -257,7 +257,7 @@ local function find_predictions(state)
   end
 end
 
--- Evaluates the i-th offer, made to a worker: the row after `at` in `rows`. Returns its score and its level.
+-- Evaluates the i-th offer, which is made to a worker: the row after `at` in `rows`. Returns its score and its level.
 local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decode_us)
   local ask, limits = state.ask, state.ask.limits
   state.rows[i], state.at[i], state.workers[i], state.records[i] = rows, at, worker, packed
@@ -302,7 +302,7 @@ local function weigh(state, i, rows, at, worker, packed, slots, kv_tokens, decod
   return score, level
 end
 
--- Chooses the i-th offer if it is the best so far.
+-- Chooses the i-th offer if it is the best one so far.
 local function prefer(state, i, score, level, ring)
   local least, lowest = state.least, state.lowest
   if level < lowest or (level == lowest and (score < least or (score == least and ring < state.ring))) then
@@ -311,7 +311,8 @@ local function prefer(state, i, score, level, ring)
 end
 
 -- Weighs the offers that name their worker, beginning with the one that is cheapest without load. Once an offer costs less with
--- load than the next ones do without, these need not be weighed unless they have a prediction. For pairs, all are weighed.
+-- load than the next ones do without it, the latter need not be weighed unless they have a prediction. For pairs, all are
+-- weighed.
 local function weigh_offers(state)
   local ask, offers = state.ask, state.ask.offers
   local rows, scores, levels, order = ask.limits and ask.limits.rows, {}, {}, {}

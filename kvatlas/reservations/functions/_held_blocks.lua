@@ -1,5 +1,5 @@
 -- Reads from the index what workers hold of a prompt, and only as much as a choice needs. The index's layout:
--- kvatlas/index/redis/functions/_slot.lua. Its keys are in another slot than the pool's, so this works only in a standalone
+-- kvatlas/index/redis/functions/_slot.lua. Its keys are in a different slot from the pool's, so this works only in a standalone
 -- store.
 --
 -- Residency is prefix-closed for active holders: there can only be fewer of them along a chain. Other holders in the same
@@ -11,7 +11,7 @@
 local ACTIVE_HOLDER, HOLDER_BYTES, ENTRY_BYTES = 3, 3, 4 -- field of an index record, sizes of a number and of an entry
 local FARTHEST_TIER, PROBED_TIERS = 4, 64 -- the last tier other than HBM, blocks between two looks at tiers
 
--- Calls a command that reads the index. Damage there is not the pool's: the pool must not be dropped for it.
+-- Calls a command that reads the index. Damage there does not concern the pool, which must not be dropped because of it.
 local function read_index(...)
   local found = redis.pcall(...)
   if type(found) == 'table' and found.err then
@@ -49,7 +49,7 @@ local function open_chain(blocks, tokens, hashes)
   return chain
 end
 
--- Returns the holders of a value that were not returned before.
+-- Returns the holders of a value that have not been returned before.
 local function new_holders(chain, value)
   local found = {}
   for first = 1, #value - HOLDER_BYTES, ENTRY_BYTES do
@@ -61,7 +61,7 @@ local function new_holders(chain, value)
   return found
 end
 
--- Returns all holders of at least this many blocks that were not returned before; nil if there are more than `most`.
+-- Returns all holders of at least this many blocks that have not been returned before; nil if there are more than `most`.
 local function next_holders(chain, blocks, most)
   local value = value_at(chain, blocks)
   if #value / ENTRY_BYTES - chain.met_count > most then
@@ -89,7 +89,7 @@ local function holders_of(lookup, workers)
   return holders
 end
 
--- Returns the position of a holder's entry among those of a block; nil if the holder lacks the block.
+-- Returns the position of a holder's entry among those of a block; nil if the holder does not have the block.
 local function entry_in(value, holder)
   local at = string.find(value, holder, 1, true)
   while at and at % ENTRY_BYTES ~= 1 do
@@ -98,7 +98,7 @@ local function entry_in(value, holder)
   return at
 end
 
--- Returns how many blocks a holder that was not returned has (false: none); nil if fewer than `least`.
+-- Returns how many blocks a holder that was not returned has (false: none); nil if it has fewer than `least`.
 local function depth_of(chain, holder, least)
   local low, high = least, chain.most
   if not holder or low > high or high == 0 or (low > 0 and not entry_in(value_at(chain, low), holder)) then
@@ -115,7 +115,7 @@ local function depth_of(chain, holder, least)
   return low
 end
 
--- Returns true if all of the first `depth` blocks are in a worker's HBM, as far as kvatlas/index/gallop.py would see.
+-- Returns true if all of the first `depth` blocks are in a worker's HBM, as far as kvatlas/index/gallop.py would see that.
 local function is_in_hbm(lookup, chain, worker, depth)
   local holder = depth > 0 and holders_of(lookup, { worker })[1]
   if not holder then

@@ -1,4 +1,4 @@
--- The store's data about a pool. Every function takes the same KEYS, which are all in one slot (kva:{pool:<id>}:*);
+-- The data that the store has about a pool. Every function takes the same KEYS, which are all in one slot (kva:{pool:<id>}:*);
 -- kvatlas/reservations/redis_calls.py names them in the same order.
 --
 --   1 workers       HASH  worker id -> FleetRecord, as the indexer wrote it
@@ -63,13 +63,13 @@ local WORKER, LOADS = '>ddddddddddddddd', '>ddddddddd' -- all numbers of a worke
 local ID_BYTES, HASH_BYTES = 16, 8
 local CHUNK = 3500 -- unpack fails with 8,000 values
 local CLOCK_SLACK_US = 1000000
-local STALE_US = 5000000 -- an older load sample is ignored
+local STALE_US = 5000000 -- a load sample that is older than this is ignored
 local UNUSED_MS = 3600000
 local MOST_ROWS, MOST_REPORTED = 256, 24 -- workers that one call changes, or reports
 local MOST_ANCHORED = 256 -- predictions that begin with the same step
 local SLICE = 16 -- reservations and predictions that one call removes because they are over
 
--- Returns the packed record of a worker about which nothing is known.
+-- Returns the packed record of a worker of which nothing is known.
 local function no_worker()
   return string.rep('\0', WORKER_BYTES)
 end
@@ -84,7 +84,7 @@ local function is_finite(value)
   return type(value) == 'number' and value - value == 0
 end
 
--- Unpacks a list of at most `most` lists.
+-- Unpacks a list that consists of at most `most` lists.
 local function unpack_rows(packed, most)
   local rows = cmsgpack.unpack(packed)
   if type(rows) ~= 'table' or #rows > most then
@@ -150,7 +150,7 @@ local function unpack_worker(packed)
   return record
 end
 
--- Returns a worker's record; nil if there is none.
+-- Returns the record of a worker; nil if there is none.
 local function find_worker(keys, worker)
   local packed = redis.call('HGET', keys[LOAD], worker)
   return packed and unpack_worker(packed)

@@ -1,6 +1,6 @@
 -- Routers' leases: a router's reservations count only while it renews its lease.
 
--- Ends a router's lease. `purge` removes the reservations made under it.
+-- Ends a router's lease. `purge` then removes the reservations that were made under it.
 local function end_lease(keys, router)
   local number = redis.call('HGET', keys[ROUTERS], router)
   if number then
@@ -10,8 +10,8 @@ local function end_lease(keys, router)
   redis.call('ZREM', keys[DEADLINES], 'l' .. router)
 end
 
--- Renews a router's lease, or begins one. Returns the owner of its reservations, and whether it had a lease that had
--- not expired.
+-- Renews a router's lease, or begins one. Returns the owner of the router's reservations, and whether it had a lease that had
+-- not expired yet.
 local function renew_lease(keys, router, lease_us, now)
   local ends, number = redis.call('ZSCORE', keys[DEADLINES], 'l' .. router), redis.call('HGET', keys[ROUTERS], router)
   local lived = ends and tonumber(ends) > now and number

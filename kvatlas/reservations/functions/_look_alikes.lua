@@ -13,7 +13,8 @@ local MOST_RETURNED, MOST_LOOKED_UP = 32, 4 -- the latter if the choice looked u
 local MOST_WEIGHED, MOST_OVERDUE = 160, 64 -- of one ask
 local MOST_EQUALS = 10000 -- if more have the lowest score, they are read in order, not from the place of the ask on the ring
 
--- Finds the groups of the ask's look-alikes, and which of these are weighed one by one. Returns false if there are too few.
+-- Finds the groups of the ask's look-alikes, and which of the look-alikes are weighed one by one. Returns false if there are
+-- too few of them.
 local function find_look_alikes(state)
   local keys, ask, members = state.keys, state.ask, 0
   state.left = MOST_WEIGHED
@@ -46,7 +47,7 @@ local function find_look_alikes(state)
   return true
 end
 
--- Finds the workers that the ask's lookup names, instead of look-alikes.
+-- Finds the workers that the ask's lookup names, in place of look-alikes.
 local function find_named(state)
   local lookup, rows = state.ask.lookup, state.ask.look_alikes
   state.left, state.looked_up = #lookup.named, records_of(state.keys, lookup.named)
@@ -56,7 +57,7 @@ local function find_named(state)
   end
 end
 
--- Returns where a worker stands on the ring.
+-- Returns the place of a worker on the ring.
 local function place_on_ring(worker)
   return tonumber(string.sub(redis.sha1hex(worker), 1, 8), 16)
 end
@@ -98,7 +99,7 @@ local function cursors_for(queued_us, running_us, kv_us, waiting_us, family)
   return cursors
 end
 
--- Returns where a member of an order stands on the ring.
+-- Returns the place on the ring of a member of an order.
 local function place_of(member)
   local ring_place = tonumber(string.sub(member, 1, 8), 16)
   if not ring_place then
@@ -168,7 +169,7 @@ local function least_costs(state, at, family)
   return without_load_us, again_us
 end
 
--- Weighs the ones not weighed yet among an order's next `most` look-alikes. Returns whether they were the last ones.
+-- Weighs those of an order's next `most` look-alikes that have not been weighed yet. Returns whether these were the last ones.
 local function weigh_next(state, cursor, at, family, most)
   local found, ended = read_next(state, cursor, most)
   local workers, places = {}, {}
@@ -189,7 +190,7 @@ local function weigh_next(state, cursor, at, family, most)
   return ended
 end
 
--- Weighs look-alikes of one family until none of the rest can be cheaper than the best so far.
+-- Weighs look-alikes of one family until none of the remaining ones can be cheaper than the best one so far.
 local function weigh_family(state, at, family)
   local without_load_us, again_us = least_costs(state, at, family)
   if state.lowest == 0 and state.least < without_load_us + again_us then
@@ -226,8 +227,8 @@ local function weigh_family(state, at, family)
   end
 end
 
--- Returns the groups, cheapest without load first, since MOST_WEIGHED may end the search. Which of several equal ones comes
--- first depends on the prompt.
+-- Returns the groups, beginning with the cheapest without load, because MOST_WEIGHED may end the search. If several are equal,
+-- the prompt decides which of them comes first.
 local function groups_in_order(state)
   local groups, row = {}, state.ask.look_alikes
   for group in pairs(state.row_of) do
@@ -243,7 +244,7 @@ local function groups_in_order(state)
   return groups
 end
 
--- Weighs as many of the ask's look-alikes as it takes.
+-- Weighs as many of the ask's look-alikes as necessary.
 local function weigh_look_alikes(state)
   state.seen = {}
   for worker in pairs(state.named) do

@@ -23,7 +23,7 @@ local MOST_HOLDERS, MOST_PROBED = 320, 256 -- look-alikes weighed because they h
 local READS_A_PROBE = 8 -- this many that are read in that order and can't be the cheapest count as one lookup
 local NOT_IN_HBM, TOO_MANY = -2, -3 -- answers instead of a choice
 
--- Weighs a look-alike of a row that holds this many blocks.
+-- Weighs a look-alike from a row that holds this many blocks.
 local function weigh_at(state, row, worker, packed, depth, ring_place)
   local ask, cached, base_us, steps = state.ask, cached_at(row, depth), row.base_us, 0
   local saved = worth(ask.kinds, row.k, cached)
@@ -119,7 +119,7 @@ local function any_may_be_cheaper(state, families, chain)
   return false
 end
 
--- Weighs the ones that may be the cheapest among an order's next `most` look-alikes. Returns whether they were the last ones.
+-- Weighs those of an order's next `most` look-alikes that may be the cheapest. Returns whether these were the last ones.
 local function weigh_next_by_load(state, family, cursor, most)
   local found, ended = read_next(state, cursor, most)
   local group, met, workers, asked = math.floor(family.number / 2), {}, {}, {}
@@ -157,7 +157,8 @@ local function weigh_next_by_load(state, family, cursor, most)
   return ended
 end
 
--- Reads on in the orders of a family, each time farther. Returns true if the best so far is one of equals that were read.
+-- Reads on in the orders of a family, farther each time. Returns true if the best so far is one of several equals that were
+-- read.
 local function read_family(state, family)
   local most, all_equal = family.most, true
   family.most, family.load_us = math.min(most * 2, MOST_READ), family.mean_us
@@ -172,7 +173,7 @@ local function read_family(state, family)
   return all_equal and state.family_of[state.chosen] == family
 end
 
--- Returns true if a look-alike of a row that holds at most this many blocks may be the cheapest with its own load.
+-- Returns true if a look-alike from a row that holds at most this many blocks may be the cheapest with its own load.
 local function may_win(state, row, worker, packed, depth)
   local sampled, _, queued, running, waiting, kv, more, more_running, more_kv = struct.unpack(LOADS, packed)
   if sampled <= state.fresh or state.lowest > 0 or worker == state.ask.lookup.home then
@@ -214,7 +215,7 @@ local function weigh_holders(state, chain, holders, least)
   chain.most = least - 1
 end
 
--- Returns the number of blocks from which on an unweighed worker may be the cheapest because of them.
+-- Returns the number of blocks from which on a worker that has not been weighed may be the cheapest because of them.
 local function blocks_that_matter(state, chain, families)
   local least = chain.most
   for _, family in ipairs(families) do
@@ -256,7 +257,7 @@ local function weigh_deepest(state, chain, families)
   end
 end
 
--- Weighs look-alikes of one family in the order of their load. Returns false if one that was not read may be the cheapest.
+-- Weighs look-alikes of one family in the order of their load. Returns false if one that has not been read may be the cheapest.
 local function weigh_by_load(state, family)
   while may_be_cheaper(state, family, -NEARLY_US) do
     if state.probes_left <= 0 then
@@ -309,7 +310,8 @@ local function weigh_named(state)
   end
 end
 
--- Weighs as many of the look-alikes that are not named as it takes. Returns false if one that was not read may be the cheapest.
+-- Weighs as many of the look-alikes that are not named as necessary. Returns false if one that was not read may be the
+-- cheapest.
 local function weigh_some(state)
   for at in pairs(state.group_of_row) do
     state.opened[at] = open_row(state, at)

@@ -1,4 +1,4 @@
--- What the workers of one row of look-alikes cost without load if they hold this many blocks. See _lookup.lua.
+-- What the workers in one row of look-alikes cost without load if they hold this many blocks. See _lookup.lua.
 --
 -- row: { at = place of its offer, k = place of its kind, kind = number of that, chain (nil: its workers hold no block of the
 -- prompt), step_tokens = those of its predictions' steps (nil: none are made), least_us = results so far, by blocks;
@@ -22,7 +22,7 @@ local function open_row(state, at)
   }
 end
 
--- Returns the tokens that a worker uses if it holds this many blocks.
+-- Returns how many tokens a worker uses if it holds this many blocks.
 local function cached_at(row, depth)
   if not row.chain then
     return 0
@@ -62,7 +62,7 @@ local function least_at(row, depth)
   return least_us
 end
 
--- Returns the most blocks that unweighed workers of a row may hold.
+-- Returns the largest number of blocks that workers of a row that have not been weighed may hold.
 local function most_of(row)
   return row.chain and row.chain.most or 0
 end

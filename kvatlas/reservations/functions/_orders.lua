@@ -1,4 +1,4 @@
--- The workers of a pool sorted by load, so that the cheapest of a group is found by reading a few.
+-- The workers of a pool, sorted by load so that the cheapest one of a group is found by reading just a few.
 --
 -- A group has the workers of one likeness. Those whose load is known form one family, the others a second one. Each ORDER sorts
 -- workers by family and then by a sum of their load, rounded down to 1/64: queued tokens, running requests, KV tokens, or a mix
@@ -13,7 +13,7 @@ local KV_PER_RUNNING, TOKENS_PER_WAITING, STEPS_PER_TOKEN = 0.001125, 1024, 64
 local SUMS, SUMS_BYTES = '>ddddd', 40
 local LOAD_BYTES, GROUP_BYTES = { 1, 72 }, { 97, 112 } -- the bytes of a packed worker that decide its places
 
--- Returns a worker's member in the orders: its place on the ring, then its id.
+-- Returns a worker's member in the orders: its place on the ring, followed by its id.
 local function member_of(worker)
   return string.sub(redis.sha1hex(worker), 1, 8) .. worker
 end
@@ -36,7 +36,7 @@ local function scores_of(record)
   return { score_in(family, queued), score_in(family, running), score_in(family, kv), score_in(family, mix) }
 end
 
--- Adds a believed sample to the sums of its group, or subtracts it (sign -1).
+-- Adds a believed sample to the sums of its group, or subtracts it from them (sign -1).
 local function add_to_sums(keys, record, sign)
   if record[GROUP] == 0 or record[BELIEVED] == 0 then
     return

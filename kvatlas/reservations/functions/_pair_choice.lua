@@ -1,4 +1,4 @@
--- Chooses a pair: one worker computes the prompt, another the answer. The Python twin is
+-- Chooses a pair: one worker computes the prompt, and another one the answer. The twin of this file in Python is
 -- `kvatlas/reservations/pair_choice.py`.
 --
 -- pair_layout: { number of offers that compute only prompts, number of offers after them that compute only answers (all others

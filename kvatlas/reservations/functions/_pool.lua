@@ -5,7 +5,7 @@ local function place(worker, us, id)
   return worker .. '\0' .. string.format('%016d', us) .. id
 end
 
--- Returns the first `most` members of a ZSET that begin with a name and a zero byte.
+-- Returns the first `most` members of a ZSET that begin with a name followed by a zero byte.
 local function first_of(key, name, most)
   return redis.call('ZRANGEBYLEX', key, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, most)
 end
@@ -19,7 +19,8 @@ local function put_worker(keys, worker, record)
   end
 end
 
--- Adds a reservation's load to its worker's sums, or subtracts it (sign -1), unless the worker's sample includes it.
+-- Adds the load of a reservation to its worker's sums, or subtracts it from them (sign -1), unless the worker's sample includes
+-- it.
 local function count(record, reservation, sign)
   if reservation[R_BOOKED_US] > record[COVERED] and reservation[R_GENERATION] == record[GENERATION] then
     record[BOOKED_QUEUED] = record[BOOKED_QUEUED] + sign * reservation[R_QUEUED]
@@ -28,7 +29,7 @@ local function count(record, reservation, sign)
   end
 end
 
--- Lets a pool without workers expire, because nothing else would ever remove routers' later writes.
+-- Makes a pool without workers expire, because nothing else would ever remove what routers write later.
 local function expire_without_workers(keys)
   if redis.call('EXISTS', keys[WORKERS]) == 0 then
     for i = 2, #keys do
@@ -37,15 +38,15 @@ local function expire_without_workers(keys)
   end
 end
 
--- Forgets everything that was booked or reported, or that waits. Needed when the store's clock went back (it is another
--- server's, or was set): old data would count as fresh until the clock is back where it was.
+-- Forgets everything that has been booked or reported, or that is waiting. This is needed when the store's clock has gone back
+-- (because it is another server's clock, or was set): old data would count as fresh until the clock is back where it was.
 local function reset(keys)
   for i = LOAD, QUEUE_CHARGES do
     redis.call('UNLINK', keys[i])
   end
 end
 
--- Drops damaged data and everything that may depend on it: keys of other types, and everything that was booked and
+-- Drops damaged data and everything that may depend on it: keys of other types, and everything that has been booked and
 -- reported, which workers and routers will report and book again. The next report returns that this happened.
 local function repair(keys, damage)
   redis.log(redis.LOG_WARNING, keys[1] .. ': ' .. damage .. ' is damaged; what belongs to it is dropped')
@@ -94,7 +95,7 @@ local function drop_prediction(keys, id, prediction)
   end
 end
 
--- Marks a prompt's prefix as computed: it is held from now on, and that is believed for a while.
+-- Marks the prefix of a prompt as computed: it is held from now on, and this is believed for a while.
 local function settle_prediction(keys, id, now)
   local prediction = get_prediction(keys, id)
   if prediction then
@@ -146,8 +147,8 @@ local function drop_if_there(keys, id, kind, now)
   return found
 end
 
--- Removes up to `most` reservations or predictions of a worker's former generations: they come first in a ZSET. Returns how
--- many.
+-- Removes up to `most` reservations or predictions of a worker's former generations, which come first in a ZSET. Returns how
+-- many were removed.
 local function drop_former(keys, set, get, generation_at, worker, kind, most, now)
   local record, dropped = find_worker(keys, worker), 0
   for _, member in ipairs(first_of(keys[set], worker, most)) do
@@ -165,7 +166,7 @@ local function drop_former(keys, set, get, generation_at, worker, kind, most, no
 end
 
 -- Ends what a worker was predicted to hold at some time, except for prompts that it is still computing. Looks at up to `most`
--- predictions after a place in their order, and leaves the rest to `purge`. Returns how many it looked at.
+-- predictions after a place in their order, and leaves the remaining ones to `purge`. Returns how many it looked at.
 local function drop_settled(keys, worker, then_us, after, most)
   local low = after == '' and '[' .. worker .. '\0' or '(' .. after
   local members = redis.call('ZRANGEBYLEX', keys[PREDICTED], low, '(' .. worker .. '\1', 'LIMIT', 0, most)
@@ -184,7 +185,7 @@ local function drop_settled(keys, worker, then_us, after, most)
   return #members
 end
 
--- Moves up to `most` workers whose sample is too old to the family of unknown loads. Returns how many.
+-- Moves up to `most` workers whose sample is too old to the family of unknown loads. Returns how many were moved.
 local function disbelieve_samples(keys, now, most)
   local old = redis.call('ZRANGEBYSCORE', keys[SAMPLES], '-inf', string.format('%d', now - STALE_US), 'LIMIT', 0, most)
   for _, worker in ipairs(old) do
@@ -198,8 +199,8 @@ local function disbelieve_samples(keys, now, most)
   return #old
 end
 
--- Ends one thing that is over, removing up to `most` reservations and predictions. Returns how many, at least 1; `most` if
--- there may be more.
+-- Ends one thing that is over, and removes up to `most` reservations and predictions. Returns how many were removed, but at
+-- least 1; `most` if there may be more.
 local function end_one(keys, member, most, now)
   local kind, name, dropped = string.sub(member, 1, 1), string.sub(member, 2), 0
   if kind == 'l' then
@@ -218,7 +219,7 @@ local function end_one(keys, member, most, now)
     end
   elseif kind == 's' then
     local worker, then_us, after = string.match(name, '^([^%z]+)%z(%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d%d)(.*)$')
-    redis.call('ZREM', keys[DEADLINES], member) -- the rest gets its own deadline
+    redis.call('ZREM', keys[DEADLINES], member) -- what is left gets its own deadline
     if not worker then
       damaged('deadline')
     end
@@ -232,8 +233,8 @@ local function end_one(keys, member, most, now)
   return math.max(1, dropped)
 end
 
--- Ends what is over: up to SLICE reservations, predictions and samples, and requests that wait. Returns 1 if there may be more
--- of the former, otherwise 0.
+-- Ends what is over: up to SLICE reservations, predictions and samples, and requests that are waiting. Returns 1 if there may
+-- be more of the former, otherwise 0.
 local function purge(keys, now)
   purge_queue(keys, now)
   local left, last = SLICE, string.format('%d', now)

@@ -1,4 +1,4 @@
--- Finds the predictions (prefixes that workers are about to hold) that a chain begins with.
+-- Finds those predictions (prefixes that workers are about to hold) that a chain begins with.
 
 local LONG = 4096 -- a prediction counts once more for every LONG bytes of its hashes
 

@@ -136,7 +136,7 @@ local function count_tenant(keys, tenant, requests, tokens, weight)
   add_to_queue(keys, 'weights', weight - had_weight)
 end
 
--- Returns whether a request is within the limits, or within its tenant's share of them.
+-- Returns whether a request is within the limits, or within its tenant's share of the limits.
 local function may_wait(keys, row)
   local requests, tokens = queue_sizes(keys)
   if requests < row.most_requests and (requests == 0 or tokens + row.tokens <= row.most_tokens) then
@@ -151,7 +151,7 @@ end
 
 -- ---------------------------------------------------------------- counters
 
--- Forgets the counters of accounts that do not wait.
+-- Forgets the counters of accounts that have no waiting requests.
 local function forget_counters(keys)
   local fields, known = {}, redis.call('HGETALL', keys[QUEUE_COUNTERS])
   for at = 1, #known, 2 do
@@ -173,7 +173,7 @@ local function forget_counters(keys)
   end
 end
 
--- Changes the counter of an account, and so the place of its lines. Returns the counter.
+-- Changes the counter of an account, and thereby the place of its lines. Returns the counter.
 local function set_counter(keys, account, counter)
   local known, after = redis.call('HGET', keys[QUEUE_COUNTERS], 'c' .. account), math.min(math.max(0, counter), MOST_COUNTER)
   if not known and redis.call('HLEN', keys[QUEUE_COUNTERS]) >= MOST_COUNTERS then
@@ -217,7 +217,7 @@ end
 
 -- ---------------------------------------------------------------- entering and leaving
 
--- Removes requests that wait, { { id, entry }... }.
+-- Removes requests that are waiting, { { id, entry }... }.
 local function leave_queue(keys, gone, now)
   if not gone[1] then
     return
@@ -292,8 +292,8 @@ local function add_to_gone(gone, id, entry)
   return cost
 end
 
--- Adds the requests that wait at a router that no longer asks to those that leave, up to `most`. Returns how much of it was
--- used; `most` or above if there may be more.
+-- Adds the requests of a router that no longer asks for them to those that leave, up to `most`. Returns how much of `most` was
+-- used; `most` or above if there may be more requests.
 local function add_waiting_of(keys, router, gone, most)
   local used, start = 0, 'r' .. router
   local members = redis.call('ZRANGEBYLEX', keys[QUEUE_LINES], '[' .. start .. '\0', '(' .. start .. '\1', 'LIMIT', 0, most)
@@ -311,7 +311,7 @@ local function add_waiting_of(keys, router, gone, most)
   return used
 end
 
--- Drops requests that waited too long, or whose router no longer asks, and programs that no longer run, up to MOST_DROPPED.
+-- Drops requests that have waited too long or whose router no longer asks, and programs that no longer run, up to MOST_DROPPED.
 local function purge_queue(keys, now)
   local left, gone, over = MOST_DROPPED, {}, {}
   local last = string.format('%d', now)
@@ -383,7 +383,7 @@ local function account_for(keys, row, lane)
   end
 end
 
--- Adds a request to the queue, unless it waits already. Returns false if it may not wait.
+-- Adds a request to the queue, unless it is waiting already. Returns false if it may not wait.
 local function enter_queue(keys, row, router, now)
   renew_queue_lease(keys, router, now)
   if redis.call('HEXISTS', keys[QUEUED_REQUESTS], row.id) == 1 then

@@ -1,4 +1,4 @@
--- What bookings cost the tenants whose requests wait (`_queue.lua`).
+-- What bookings cost the tenants whose requests are waiting (`_queue.lua`).
 
 local PROGRAM_US, MOST_CHARGES = 300000000, 65536
 local CHARGE = '^(%x+) (%d+) (%d+) (%d+)$'
@@ -30,8 +30,8 @@ local function record_queue_booked(keys, row, booking, uncached, cached, now)
   redis.call('HSET', keys[QUEUE_CHARGES], booking, charge)
 end
 
--- Records that a booking ended. `output`: the tokens that its answer took, in place of the estimate; nil: unknown. If it was
--- called off, nothing is charged.
+-- Records that a booking has ended. `output`: the number of tokens that its answer took, in place of the estimate; nil:
+-- unknown. If it was called off, nothing is charged.
 local function record_queue_end(keys, booking, output, called_off)
   local charge = redis.call('HGET', keys[QUEUE_CHARGES], booking)
   if not charge then

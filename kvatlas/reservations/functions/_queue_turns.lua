@@ -1,8 +1,8 @@
--- The turns of the requests that wait (`_queue.lua`): the order in which they may be tried.
+-- The turns of the requests that are waiting (`_queue.lua`): the order in which they may be tried.
 
 local MOST_AHEAD, MOST_REMOVED = 64, 16 -- lines that are counted for a place, and ordered requests that no longer wait
 
--- Begins to look at the queue.
+-- Begins a look at the queue.
 local function look_at_queue(keys, now)
   return { keys = keys, now = now, alive = {}, workers = {}, packed_workers = {}, left = MOST_REMOVED }
 end
@@ -86,7 +86,7 @@ local function first_in_lane(look, lane, most)
   return first
 end
 
--- Returns the workers of a lane; false for all.
+-- Returns the workers that a lane is for; false for all workers.
 local function workers_of_lane(look, lane)
   if look.workers[lane] == nil then
     local packed = look.packed_workers[lane]
@@ -184,7 +184,7 @@ local function turns_of(look, items, until_id)
   return turns, order
 end
 
--- Returns the set of workers that a request must leave to others if it is tried now; nil if it is not its turn.
+-- Returns the set of workers that a request must leave to others if it is tried now; nil if it is not the request's turn.
 local function blocked_for(keys, id, now)
   local look = look_at_queue(keys, now)
   local turns, order = turns_of(look, first_of_lanes(look, false), id)
@@ -201,7 +201,7 @@ local function blocked_for(keys, id, now)
   return blocked
 end
 
--- Returns about how many requests go before one that waits.
+-- Returns roughly how many requests go before one that is waiting.
 local function count_ahead(keys, id)
   local entry = get_entry(keys, id)
   if not entry then
@@ -232,7 +232,7 @@ local function count_ahead(keys, id)
   return ahead
 end
 
--- Records that a request found no room: only the first one of its lane is tried next.
+-- Records that a request found no room: from now on, only the first request of its lane is tried.
 local function narrow_window(keys, id)
   local entry = get_entry(keys, id)
   local lane = entry and string.sub(entry[E_LINE], 1, LANE_END)

@@ -1,5 +1,5 @@
--- answered: keeps one router's counts of answers for a while. If there are too many routers, the one that would expire first is
--- dropped. The counts are read with HGETALL (kvatlas/predictions/store.py).
+-- answered: keeps one router's counts of answers for a while. If there are too many routers, the one whose counts would expire
+-- first is dropped. The counts are read with HGETALL (kvatlas/predictions/store.py).
 --
 -- KEYS 1 answers   HASH  router id -> "<us at which it ends> <packed report>"
 -- ARGV 1 router id
@@ -7,7 +7,7 @@
 --      3 most routers
 --      4 packed report
 -- returns 0
-local MOST_ANSWERED, MOST_ANSWER = 256, 16384 -- routers, and bytes of one's report
+local MOST_ANSWERED, MOST_ANSWER = 256, 16384 -- routers, and bytes in the report of one of them
 
 register('kvatlas_pool_answered', function(keys, args)
   local answers, router, report = keys[1], args[1], args[4]

@@ -31,7 +31,7 @@ local function use_predictions(keys, worker, held_steps, matches, now)
   end
 end
 
--- Records the prediction that the worker will hold the chain's steps from number `first` on, unless too many predictions
+-- Records the prediction that the worker will hold the steps of the chain from number `first` on, unless too many predictions
 -- begin there.
 local function predict(keys, id, worker, record, chain, first, ready_us, believed_us, capacity, now)
   local hashes = string.sub(chain, first * HASH_BYTES + 1)
@@ -62,7 +62,7 @@ local function predict(keys, id, worker, record, chain, first, ready_us, believe
   end
 end
 
--- Ends what was booked under this id before, in case the same booking is sent again. Returns false if it was cancelled.
+-- Ends what has been booked under this id before, in case the same booking is sent again. Returns false if it was cancelled.
 local function start(keys, id, now)
   local before = get_reservation(keys, id)
   if before then
@@ -117,7 +117,7 @@ end
 
 local MUST_WAIT, QUEUE_IS_FULL, NO_ROOM, NOT_ITS_TURN = -4, -5, 1, 2
 
--- Reserves what was chosen.
+-- Reserves what has been chosen.
 local function reserve_chosen(keys, args, owner, state, now)
   local longest_us, input_tokens = integer(args[4], 0), integer(args[5], 0)
   if state.source and redis.call('HEXISTS', keys[LOAD], state.source) == 1 then -- nothing would remove a forgotten one's entry

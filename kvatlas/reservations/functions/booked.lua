@@ -1,4 +1,4 @@
--- booked: which of these reservations exist. One that has just ended may still be among them.
+-- booked: finds out which of these reservations exist. One that has just ended may still be among them.
 --
 -- KEYS see _layout.lua
 -- ARGV ids

@@ -1,4 +1,4 @@
--- Workers as the owner of their partition reports them.
+-- Workers, as the owner of their partition reports them.
 
 local MOST_REPORT = 1048576 -- bytes
 local COVERED_MOST = 250 -- bookings that one call counts as included in samples
@@ -41,8 +41,8 @@ local function keep_uncomputed(record, members, reservations, covered, waiting)
   return covered
 end
 
--- Counts a worker's bookings up to a time as included in its sample, at most the first `most`, except those whose prompts are
--- waiting. Returns how many it looked at.
+-- Counts a worker's bookings up to a time as included in its sample, but at most the first `most`, and not those whose prompts
+-- are waiting. Returns how many it looked at.
 local function cover(keys, worker, record, covered, waiting, most)
   local name = worker .. '\0'
   local low = '[' .. name .. string.format('%016d', record[COVERED] + 1)
@@ -72,7 +72,8 @@ local function cover(keys, worker, record, covered, waiting, most)
   return #members
 end
 
--- Resets the sums over the bookings that are not in the sample if there are no such bookings: they may have been damaged.
+-- Resets the sums over the bookings that are not in the sample if there are no such bookings, because the sums may have been
+-- damaged.
 local function settle_sums(keys, worker, record)
   if record[BOOKED_QUEUED] ~= 0 or record[BOOKED_RUNNING] ~= 0 or record[BOOKED_KV] ~= 0 then
     local low = '[' .. worker .. '\0' .. string.format('%016d', record[COVERED] + 1)

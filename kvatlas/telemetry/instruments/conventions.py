@@ -1,4 +1,4 @@
-"""Instruments named by OpenTelemetry's conventions for systems of all kinds."""
+"""Instruments whose names follow OpenTelemetry's conventions for systems of all kinds."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ STORE_CALL = single(DB_TIME, "duration")
 """Fields of kvatlas.telemetry.duration_series.Duration, here and in the next table."""
 HTTP_REQUEST = single(HTTP_TIME, "duration")
 MESSAGES_OUT = {"sends": Series(MESSAGES_SENT, _messaging("send"))}
-"""The publisher's counters under standard names; in the next table, the indexer's."""
+"""The publisher's counters under standard names; the next table lists the indexer's."""
 MESSAGES_IN = {
     "messages_read": Series(MESSAGES_CONSUMED, _messaging("receive")),
     "apply_time": Series(MESSAGES_TIME, _messaging("process")),

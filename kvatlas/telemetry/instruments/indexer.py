@@ -1,4 +1,4 @@
-"""Instruments of indexers, and of the index that they write."""
+"""Instruments for indexers, and for the index that they write to."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, histogram, single
 

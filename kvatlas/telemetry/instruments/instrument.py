@@ -1,4 +1,4 @@
-"""Defines instruments and series, and short forms to create them."""
+"""Defines instruments and series, and short functions to create them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """One metric. `unit` in UCUM, as in OpenTelemetry: `{block}`, `By`, `s`."""
+    """One metric. `unit` is in UCUM, as in OpenTelemetry: `{block}`, `By`, `s`."""
 
     name: str
     unit: str
@@ -23,8 +23,8 @@ class Instrument:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The exported series of one field: an instrument with its own attributes. `factor` converts the field's unit to the
-    instrument's."""
+    """The exported series of one field: an instrument with attributes of its own. `factor` converts the unit of the field to
+    that of the instrument."""
 
     instrument: Instrument
     attributes: Mapping[str, str] = field(default_factory=dict)
@@ -40,17 +40,17 @@ def gauge(name: str, unit: str, description: str) -> Instrument:
 
 
 def histogram(name: str, unit: str, description: str) -> Instrument:
-    """For a field that is a `Distribution`."""
+    """An instrument for a field that is a `Distribution`."""
     return Instrument(f"kvatlas.{name}", unit, description, Kind.HISTOGRAM)
 
 
 def by(instrument: Instrument, attribute: str, **fields: str) -> dict[str, Series]:
-    """Several fields of one instrument, distinguished by the value of one attribute."""
+    """Several fields of one instrument, which differ in the value of one attribute."""
     return {name: Series(instrument, {attribute: value}) for name, value in fields.items()}
 
 
 def single(instrument: Instrument, name: str, factor: float = 1) -> dict[str, Series]:
-    """The only field of an instrument."""
+    """The only field of an instrument, as a series."""
     return {name: Series(instrument, factor=factor)}
 
 

@@ -1,4 +1,4 @@
-"""Instruments of every process."""
+"""Instruments for every process."""
 
 from kvatlas.telemetry.instruments.instrument import by, counter, gauge, single
 

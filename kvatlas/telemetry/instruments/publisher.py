@@ -1,4 +1,4 @@
-"""Instruments of an engine's sidecar: the feed, the publisher, its ledger."""
+"""Instruments for an engine's sidecar: the feed, the publisher, and its ledger."""
 
 from kvatlas.telemetry.instruments.instrument import TIERS, by, counter, gauge, single
 

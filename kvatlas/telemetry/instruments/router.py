@@ -1,4 +1,4 @@
-"""The router library: decisions, learned rates, predictions, the router's copy of the index."""
+"""Instruments for the router library: decisions, learned rates, predictions, and the router's copy of the index."""
 
 from kvatlas.telemetry.instruments.instrument import by, counter, gauge, histogram, single
 

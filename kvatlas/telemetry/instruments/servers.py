@@ -1,4 +1,4 @@
-"""The servers on the router library: proxy and endpoint picker."""
+"""Instruments for the servers that use the router library: the proxy and the endpoint picker."""
 
 from kvatlas.telemetry.instruments.instrument import Instrument, Kind, by, counter, gauge, histogram, single
 

@@ -27,8 +27,10 @@ local function part_of(value, mine)
   return found, others
 end
 
--- Adds what a scan returned, {hash, value...}, to what has been seen so far. Values repeat, so each is parsed once. Returns the
--- cost.
+-- Adds what a scan returned, {hash, value...}, to what has been seen so far. Values repeat, so each is parsed once. Returns
+-- the cost.
+-- seen: {parted = {value -> {hashes, mine, others}}, see part_of; is_other = {number of another holder -> true};
+--   others = {that holder...}; found = {hash, worker's index, flags, packed...}}
 local function take_values(seen, flat, mine)
   local parted, is_other, others, found, cost = seen.parted, seen.is_other, seen.others, seen.found, SCRUB_BLOCK * #flat / 2
   for i = 1, #flat, 2 do
