@@ -106,7 +106,8 @@ def test_answers_are_whole_sooner_if_a_choice_counts_whom_it_delays() -> None:
 def test_three_routers_with_shared_bookings_choose_as_one() -> None:
     """Though each learns from its own requests, and from the others' once a second."""
     one, shared, apart = (
-        figures(policy, speed=8.0) for policy in ("kvatlas", "kvatlas-3-replicas", "kvatlas-3-replicas-unshared")
+        figures(policy, speed=8.0, requests=400)
+        for policy in ("kvatlas", "kvatlas-3-replicas", "kvatlas-3-replicas-unshared")
     )
     assert shared.ttft_mean_ms == pytest.approx(one.ttft_mean_ms, rel=0.02)
     assert shared.hit_rate == pytest.approx(one.hit_rate, abs=0.002) and shared.hit_rate > apart.hit_rate
