@@ -104,7 +104,7 @@ class Heartbeats:
         return await self._client.subscribe(ALL_ALIVE, cb=self._on_heartbeat)
 
     async def run(self) -> None:
-        """Run until cancelled. Whatever a failing store does not take is written in a later round."""
+        """Run until cancelled. If the store fails, the records are written in a later round."""
         subscription = await self.listen()
         try:
             while True:

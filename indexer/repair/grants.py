@@ -25,8 +25,8 @@ class _Grant:
 
 
 class GrantBudget:
-    """A grant ends when the index reaches the grant's incarnation, or after GRANT_S; asking again does not prolong it. If
-    others are waiting, a worker whose grant ran out must wait GRANT_S for its next grant, so that no worker blocks the
+    """A grant ends when the index answers with its incarnation or a later one, or after GRANT_S; asking again does not prolong
+    it. If others are waiting, a worker whose grant ran out must wait GRANT_S for its next grant, so that no worker blocks the
     others."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
