@@ -23,7 +23,7 @@ from kvatlas.index.protocol import ResidencyIndex
 
 
 class BlockLookup:
-    """Looks up blocks in one index. Calls raise Unreachable, or InvalidValue for a name that stands for no block."""
+    """Looks up blocks in one index. Calls raise Unreachable, or InvalidValue for a name that no block can have."""
 
     def __init__(self, index: ResidencyIndex, fleet: FleetStore, client: Client | None) -> None:
         """`client`: a NATS client for asking publishers; None: lookups by an engine's own hash raise NotSupported."""

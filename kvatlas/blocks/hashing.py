@@ -95,7 +95,7 @@ def extend_chain(
     parent: int | None = None,
     extra_keys: Sequence[ExtraKeys] | None = None,
 ) -> bytes:
-    """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block in front of them.
+    """Packed sequence hashes of the full blocks of `tokens`; `parent` is the sequence hash of the block before them.
 
     `extra_keys` has one entry per block (if it is shorter, the remaining blocks are plain). A partial last block has no hash.
     Raises InvalidValue for a block size below 1 or a token id of more than 32 bits.
@@ -124,8 +124,7 @@ def extend_chain(
 
 
 def chain_of_local_hashes(local_hashes: Sequence[int], parent: int | None = None) -> bytes:
-    """Packed sequence hashes of blocks, from their local hashes; `parent` is the sequence hash of the block in front of
-    them."""
+    """Packed sequence hashes of blocks, from their local hashes; `parent` is the sequence hash of the block before them."""
     values = iter(local_hashes)
     hashes: list[int] = []
     if parent is None:

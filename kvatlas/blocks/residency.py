@@ -231,11 +231,11 @@ class Overlap(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The number of leading blocks looked up that some holder has, active or not."""
+        """The number of leading blocks (of those looked up) that some holder has, active or not."""
         return max((sum(shard.lengths) for shard in self.shards), default=0)
 
     def depths(self) -> dict[str, int]:
-        """The number of leading blocks looked up that each worker holds in any tier; workers that hold none are left out."""
+        """The number of leading blocks (of those looked up) that each worker holds in any tier; workers with none are left out."""
         depths: dict[str, int] = {}
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard

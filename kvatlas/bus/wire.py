@@ -115,7 +115,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_raw(payload: bytes) -> RawMessage:
-    """The checked arrays of a message. Raises WireError, stating what is wrong, for bytes that are not a message.
+    """The checked arrays of a message. Raises WireError, naming the fault, for bytes that are not a message.
 
     The work is per event, never per block.
     """
