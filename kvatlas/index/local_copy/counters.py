@@ -8,11 +8,11 @@ class ReplicaCounters:
     """Plain integers, counted since the copy was opened.
 
     `answered`: lookups that the copy answered. `while_loading`, `while_stale`, `while_large`: lookups that the store answered,
-    because the copy was still loading, was older than allowed, or would be too large. `loads`: how many copies were made;
-    `resumed`: how many of them continued from the file; `losses`: how many were abandoned. `saves`: how often the copy was
-    saved to the file; `save_failures`: how often that failed. `verified`: workers whose digests were compared with the store's;
-    `mismatches`: those that differed. `messages_read`: messages read from the stream; `refused`: messages that must not be
-    applied (the indexer keeps them as dead letters).
+    because the copy was still loading, was older than allowed, or would be too large. `loads`: how many copies were made from
+    the store; `resumed`: how many continued from the file instead; `losses`: how many were abandoned. `saves`: how often the
+    copy was saved to the file; `save_failures`: how often that failed. `verified`: workers whose digests were compared with the
+    store's; `mismatches`: those that differed. `messages_read`: messages read from the stream; `refused`: messages that must
+    not be applied (the indexer keeps them as dead letters).
     """
 
     answered: int = 0

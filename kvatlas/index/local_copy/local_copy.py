@@ -295,8 +295,8 @@ class IndexReplica:
     async def _differs(
         self, layout: Layout, readers: Sequence[ShardReader], comparisons: Sequence[ShardComparison], verify: int
     ) -> str | None:
-        """Do what the store has done. Returns how the copy differs from it, or None. Also returns None if the store does not
-        answer, because the stream goes on."""
+        """Follow the store's changes. Returns how the copy differs from the store, or None. Also returns None if the store does
+        not answer, because the stream goes on."""
         try:
             if (now := await self._read_layout()) != layout:
                 return f"layout {now.number} of the store answers now, with {now.partitions} partitions"

@@ -390,7 +390,7 @@ class RedisIndex(DirectWrites):
 
     async def _pin(self, worker_id: str, scope_id: bytes, tier: Tier, hashes: bytes, *, pinned: bool) -> None:
         record = await self._reader_of(worker_id).record(worker_id)
-        if record is not None and record.active:  # otherwise the holder has been closed, and nothing is pinned
+        if record is not None and record.active:  # otherwise the holder was closed meanwhile: nothing is pinned
             await self._pins[self._shard_of(worker_id)].put(record.active, scope_id, tier, hashes, pinned=pinned)
 
     async def _scopes_of(self, found: ResidentCount) -> dict[bytes, Scope]:

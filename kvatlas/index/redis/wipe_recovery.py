@@ -22,7 +22,7 @@ class WipeRecovery:
 
     @property
     def answering(self) -> bool:
-        """True if this layout was the one that answers when that was last checked."""
+        """True if this layout was the one that answered at the last check."""
         return self._answers == self._layout.number
 
     async def check(self) -> None:

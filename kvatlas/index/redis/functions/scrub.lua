@@ -58,7 +58,7 @@ local function take_values(seen, flat, mine)
   return cost
 end
 
--- Returns the set of those among these holders whose numbers the store does not know; nil if it knows all of them.
+-- Returns the set of those numbers among these holders that the store does not know; nil if it knows all of them.
 local function unknown_among(key, holders)
   local unknown
   for first = 1, #holders, CHUNK do
