@@ -111,7 +111,7 @@ class RequestHints(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Build hints from parsed JSON. Raises InvalidValue, stating the first invalid field."""
+        """Build hints from parsed JSON. Raises InvalidValue, naming the first invalid field."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -43,7 +43,7 @@ class BenchResult(BaseModel):
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Parse a file. Raises InvalidValue, stating the field; SGLang's results have no `start_times`."""
+        """Parse a file. Raises InvalidValue, naming the field; SGLang's results have no `start_times`."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

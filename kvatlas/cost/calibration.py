@@ -50,7 +50,7 @@ class ObservedRequest(BaseModel):
 
     @classmethod
     def parse(cls, line: bytes) -> Self:
-        """Parse one row. Raises InvalidValue, stating the field."""
+        """Parse one row. Raises InvalidValue, naming the field."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:

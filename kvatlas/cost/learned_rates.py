@@ -223,7 +223,7 @@ def with_learned_rates(profile: EngineProfile, learned: Mapping[str, LearnedRate
     shared: dict[EngineRates, EngineRates] = {}  # equal rates are the same object: workers that share it are alike
 
     def combined(rates: EngineRates, computing: str, decoding: str) -> EngineRates:
-        """The rates, with those of two workers' representatives: one for prefill and one for decoding."""
+        """These rates, with the prefill rates of one worker's representative and the decode rates of another's."""
         computed, decoded = learned[prefill[computing]].rates, learned[decode[decoding]].rates
         found = replace(
             rates,

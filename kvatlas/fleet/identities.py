@@ -162,7 +162,7 @@ def load_identities(file: Path, flag: str) -> Identities:
 
 
 def parse_identities(found: object) -> Identities:
-    """Identities from `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, stating the field."""
+    """Identities from `{"publishers": {user: {"workers": [...], ...}}}`. Raises InvalidValue, naming the field."""
     publishers = found.get("publishers") if isinstance(found, dict) else None
     if not isinstance(publishers, dict) or not publishers:
         raise InvalidValue("publishers is missing; expected a table with one entry for each publisher")

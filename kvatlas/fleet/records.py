@@ -57,7 +57,7 @@ class WireRecord(BaseModel):
 
     @classmethod
     def unpack(cls, payload: bytes) -> Self:
-        """The record in a payload. Raises InvalidValue, stating the first wrong field."""
+        """The record in a payload. Raises InvalidValue, naming the first wrong field."""
         try:
             fields = unpack(payload, max_bytes=cls.max_bytes)
         except InvalidValue as error:

@@ -28,7 +28,7 @@ def read_load(told: Mapping[str, Any], worker_id: str, sampled_us: int, locality
     """Read a load as an engine reports it: fields of `ForwardPassMetrics`, under either name, next to fields of `WorkerState`.
     A whole state is accepted too: its `id` must then be the worker's, and its `locality_domain` counts if no other is given.
 
-    Raises InvalidValue, stating the field, for a value out of bounds, for an unknown name, or for the state of a different
+    Raises InvalidValue, naming the field, for a value out of bounds, for an unknown name, or for the state of a different
     worker.
     """
     told = dict(told)

@@ -35,8 +35,7 @@ LEASES = "kva:{fleet}:leases"
 POOLS = "kva:{fleet}:pools"
 OBJECTS = "kva:{fleet}:objects"
 MOST_OBJECTS = 100_000
-"""Maximum number of a tenant's newer objects, and of its older ones, divided by the number of tenants: 20 MB of the store in
-all."""
+"""Maximum number of newer objects, and of older ones, which the tenants share equally: 20 MB of the store in all."""
 OBJECTS_A_CALL = 512
 KEEP_OBJECTS_S = 7 * 24 * 3600
 
@@ -201,7 +200,7 @@ class FleetStore:
 
     async def claim_leases(self, member_id: str, ttl_ms: int, partitions: Sequence[int]) -> list[int]:
         """Take or renew those leases among `partitions` that are free, expired or the member's own already. Returns the
-        partitions whose leases it now holds, in ascending order."""
+        partitions whose leases the member now holds, in ascending order."""
         if not partitions:
             return []
         held = await self._call("kvatlas_fleet_claim", [self._leases], [member_id, ttl_ms, *partitions])

@@ -209,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_parts.append(body)
 
     def _take_body(self) -> None:
-        """Pass on all parts of a body that the parser has found in one call, because its chunks may be many and small."""
+        """Pass on, in one call, all parts of a body that the parser has found, because its chunks may be many and small."""
         if not self._body_parts or self._refused:
             return
         body = b"".join(self._body_parts)

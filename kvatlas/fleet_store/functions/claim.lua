@@ -1,5 +1,5 @@
--- claim: takes or renews those of these leases that are free, expired or the member's own. If a lease would outlast one that is
--- taken now, it was taken before the store's clock went back, and is shortened to the same end.
+-- claim: takes or renews those of these leases that are free, expired or the member's own. A lease of another member that would
+-- outlast one taken now dates from before the store's clock went back, and is shortened to the same end.
 --
 -- KEYS 1 leases
 -- ARGV 1 member id
