@@ -158,7 +158,7 @@ class AnswerReport(WireRecord):
 
     `prompt_tokens`: of the answers that report cached tokens. `stalled`: workers that make no progress although they have work.
     `recent`: the counts of the last minute; only these are judged. `condition`: the condition of the whole router. Earlier
-    routers report neither these three nor `foreign_tenants`."""
+    routers report none of these, nor `foreign_tenants`."""
 
     counts: AnswerCounts = Field(default_factory=AnswerCounts)
     example: str = ""

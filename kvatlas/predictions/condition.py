@@ -7,8 +7,8 @@ from kvatlas.validation import Count
 class RouterCondition(WireRecord):
     """What a router reports about itself. `sent_us`: when it was sent, by the router's clock.
 
-    Within the last minute: `choices`: how many were made, `fell_open`: how many of them without the store, `without_index`: how
-    many of them without the index; `no_workers`: choices for which no worker was found, of which several may belong to one
+    Within the last minute: `choices`: how many were made; `fell_open`: how many of them without the store; `without_index`: how
+    many of the latter lacked the index; `no_workers`: choices for which no worker was found, of which several may belong to one
     request; `requests`: those that ended, including `refused` (no engine took them) and `gone` (the client gave up before the
     end).
 

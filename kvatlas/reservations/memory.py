@@ -49,7 +49,7 @@ CLOCK_SLACK_US = 1_000_000
 
 
 class MemoryReservations:
-    """See `Reservations`. `clock_us` returns microseconds. `index`: the index that asks with a lookup read."""
+    """See `Reservations`. `clock_us` returns microseconds. `index`: read for asks with a lookup."""
 
     fed_by_indexer = False
     search: ClassVar[type[Search]] = Search

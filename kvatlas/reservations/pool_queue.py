@@ -8,9 +8,9 @@
 3. **Within a tenant**: requests of programs that already run come before the first requests of new programs; then those
    whose deadline is nearest; then those that arrived first.
 
-A request may be tried when it is among the first few of its lane, its window. The window doubles whenever one
-of these requests finds room, and shrinks to a single request when one of them finds none, so that many places that become free
-are given out at the same time.
+A request may be tried when it is among the first few of its lane: the lane's window. The window doubles whenever one of these
+requests finds room, and shrinks to a single request when one of them finds none. Many places that become free are therefore
+given out at the same time.
 
 A **lane** consists of the requests that may go to the same workers (`kvatlas.reservations.queue_lines`). A request must not
 take a worker of another lane whose first request is ahead of it; it may go to any other worker.
@@ -93,7 +93,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Charge:
-    """What a booking was charged with."""
+    """What was charged for a booking."""
 
     account: Account
     weight_milli: int
@@ -219,7 +219,7 @@ class PoolQueue:
     def record_booked(
         self, request: WaitingRequest, booking_id: bytes, uncached_tokens: int, cached_tokens: int, now: int
     ) -> None:
-        """Record that a request was booked. If it or others have been waiting, its tenant is charged."""
+        """Record that a request was booked. If it or any other request is waiting, its tenant is charged."""
         tenant = digest(request.tenant)
         if request.program:
             self._programs.add(now + PROGRAM_US, (tenant, request.program))

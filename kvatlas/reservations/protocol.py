@@ -171,8 +171,8 @@ class Booking:
     chosen, `id` is the reservation of the worker that computes the answer, and `prefill_id` that of the worker that computes
     the prompt.
 
-    If `waiting` is set and no worker has room, or others come first, nothing is reserved: the request gets a place in the
-    pool's queue (`kvatlas.reservations.pool_queue`).
+    If `waiting` is set, nothing is reserved if no worker has room or others come first: the request gets a place in the
+    pool's queue instead (`kvatlas.reservations.pool_queue`).
 
     Raises InvalidValue for an id of a different length, an ask without offers, or a pair layout without a second id.
     """

@@ -22,7 +22,7 @@ MOST_WINDOW, MOST_LANES, MOST_LINES, MOST_AHEAD = 16, 32, 512, 64
 """Limits: the requests of all lanes that may be tried at the same time; lanes; lines, above which new tenants share one; lines
 that are counted for a place."""
 STRAYS = "f" * 16
-"""The lane of requests for sets of workers that have no lane of their own, because there are MOST_LANES already."""
+"""The lane of requests for sets of workers that get no lane of their own, because too few lanes are left."""
 SHARED = "0" * 16
 """The tenant of lines above MOST_LINES."""
 

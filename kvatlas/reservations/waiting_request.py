@@ -111,7 +111,7 @@ class Place:
 class MustWait(KvatlasError):
     """The request was not booked: it has a place in its pool's queue, and will get its turn later.
 
-    `request`: the request as it is waiting, if known; `filed`: False if the store has yet to give it a place, because it
+    `request`: the waiting request, if known; `filed`: False if the store has yet to give it a place, because it
     answered too late; `alone`: it is waiting in the queue of a single router, which decides without the store.
     """
 

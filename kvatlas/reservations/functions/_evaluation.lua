@@ -1,5 +1,5 @@
--- Evaluates offers: finds the cheapest of the workers that offers are made to, as of now. The twin of this file in Python,
--- which looks at every look-alike, is `kvatlas/reservations/evaluation.py`.
+-- Evaluates offers: finds the worker on offer that is cheapest now. The twin of this file in Python is
+-- `kvatlas/reservations/evaluation.py`.
 --
 -- ask, cmsgpack: { factor for computing again, { { tokens of a step, packed step hashes }... }, kinds, offers, limits (0: check
 --   none), pair layout (0: choose one offer; see _pair_choice.lua), look-alikes, { workers that get no offer as

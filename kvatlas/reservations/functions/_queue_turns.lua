@@ -232,7 +232,7 @@ local function count_ahead(keys, id)
   return ahead
 end
 
--- Records that a request found no room: from now on, only the first request of its lane is tried.
+-- Records that a request found no room: only the first request of its lane is tried next.
 local function narrow_window(keys, id)
   local entry = get_entry(keys, id)
   local lane = entry and string.sub(entry[E_LINE], 1, LANE_END)
