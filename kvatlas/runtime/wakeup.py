@@ -4,7 +4,7 @@ import asyncio
 
 
 class Wakeup:
-    """One waiter, and any number of callers of `wake`, on the waiter's event loop. If nothing is waiting during a call, the
+    """One waiter, and any number of callers of `wake`, on the waiter's event loop. If nothing is waiting when it is called, the
     next wait ends immediately.
 
     A publisher waits a few times per message, so this uses a future and a timer: a cancel scope costs ten times as much.

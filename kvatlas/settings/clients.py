@@ -48,7 +48,7 @@ class ClientSettings(HttpSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `HttpSettings.load`. It must also be possible to read the operators' token file."""
+        """See `HttpSettings.load`. The operators' token file must be readable too."""
         settings = super().load(**flags)
         _ = settings.control_http  # raises
         if settings.clients_file is not None and settings.http_token_file is not None:

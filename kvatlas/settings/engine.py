@@ -27,7 +27,7 @@ class EngineAccessSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. It must be possible to read both files."""
+        """See `ProcessSettings.load`. Both files must be readable."""
         settings = super().load(**flags)
         _ = settings.engine_access  # raises
         return settings

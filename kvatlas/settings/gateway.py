@@ -101,7 +101,7 @@ class GatewaySettings(RoutingSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Certificate and key must be given together, and there is one source for the pool."""
+        """See `ProcessSettings.load`. Certificate and key must be given together, and the pool may have only one source."""
         settings = super().load(**flags)
         if (settings.tls_certificate is None) != (settings.tls_key is None):
             absent = "tls_key" if settings.tls_key is None else "tls_certificate"

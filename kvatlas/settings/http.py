@@ -57,8 +57,7 @@ class HttpSettings(ProcessSettings):
 
     @classmethod
     def load(cls, **flags: Any) -> Self:
-        """See `ProcessSettings.load`. Certificate and key must be given together, and it must be possible to read a token
-        file."""
+        """See `ProcessSettings.load`. Certificate and key must be given together, and a token file must be readable."""
         settings = super().load(**flags)
         if (settings.http_cert_file is None) != (settings.http_key_file is None):
             raise SettingsError("--http-cert-file and --http-key-file belong together; set both")

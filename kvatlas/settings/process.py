@@ -111,7 +111,7 @@ class NatsSettings(ProcessSettings):
     @classmethod
     def load(cls, **flags: Any) -> Self:
         """See `ProcessSettings.load`. A URL and its file can't both be given (but a flag takes precedence over a variable), and
-        it must be possible to read a file."""
+        a file must be readable."""
         given = {name for name, value in flags.items() if value is not None}
         settings = super().load(**flags)
         read: dict[str, str] = {}

@@ -24,7 +24,7 @@ class Duration:
 
 
 class Durations:
-    """The series of one group of instruments, whose only field is `duration`. Each series is exported once it has a value.
+    """The series of one group of instruments, whose only field is `duration`. Each series is exported from its first value on.
     After MOST_SERIES, new combinations are counted as OTHER."""
 
     def __init__(self, group: str, names: Sequence[str], common: Mapping[str, str]) -> None:
