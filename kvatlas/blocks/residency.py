@@ -235,7 +235,7 @@ class Overlap(NamedTuple):
         return max((sum(shard.lengths) for shard in self.shards), default=0)
 
     def depths(self) -> dict[str, int]:
-        """The number of leading blocks (of those looked up) that each worker holds in any tier; workers with none are left out."""
+        """How many leading blocks (of those looked up) each worker holds in any tier; workers that hold none are left out."""
         depths: dict[str, int] = {}
         for shard in self.shards:
             depths.update(shard.depths())  # a worker lives in one shard
