@@ -1,7 +1,7 @@
 """The checks between a connection and an application; `bounded_protocol` reads the requests.
 
-`HttpBorder` refuses requests that don't have exactly one Host, bodies that are too long, and WebSockets. Except for probes, it
-also refuses requests without a token or, if the server has no tokens, requests from web pages.
+`HttpBorder` refuses requests with several Hosts (or none, in HTTP/1.1), bodies that are too long, and WebSockets. Except for
+probes, it also refuses requests without a token or, if the server has no tokens, requests from web pages.
 """
 
 import hmac
