@@ -161,7 +161,7 @@ def doubt_of(record: WorkerRecord | None, heard: Mapping[int, int]) -> Doubt | N
 
 def _doubted_incarnation(record: WorkerRecord | None, heard: Mapping[int, int]) -> int:
     """The highest known incarnation. An incarnation without an acknowledged message does not count, because it is still to come
-    (its publisher may be waiting for a grant): the publisher would then ignore the request, and send its snapshot anyway."""
+    (its publisher may be waiting for a grant). The publisher therefore ignores the request, and sends that snapshot anyway."""
     met = [incarnation for incarnation, acked_seq in heard.items() if acked_seq >= 0]
     if record is not None:
         met += [record.incarnation, record.want[0]]
