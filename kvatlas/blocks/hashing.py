@@ -55,7 +55,7 @@ TokenIds = Sequence[int]
 
 _PAIR = Struct("<QQ")
 _COMPILED_TYPES = (list, array, tuple)
-"""Subclasses, and other sequences, may compute their items."""
+"""Subclasses and other sequence types may compute their items on access, so the Python code reads them."""
 
 
 def is_compiled() -> bool:

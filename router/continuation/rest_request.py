@@ -43,7 +43,7 @@ _OF_CHATS = (
     "include_reasoning",
     "modalities",
 )
-"""Fields that decide a chat's prompt and form, which a completion does not need."""
+"""Fields that determine a chat's prompt and format; a completion needs none of them."""
 _SAME = (
     *("model", "stream", "cache_salt", "max_tokens", "min_tokens", "ignore_eos", "seed", "stop", "logit_bias"),
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
