@@ -10,17 +10,16 @@ progress makes an engine alive, whatever its state and however long one request 
 refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
-first request if the engine was idle. The bounds are the longest ones among the requests that were present then or arrived
-before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
-answers
-  have begun, BEGUN applies.
+  first request if the engine was idle. The bounds are the longest ones among the requests that were present then or arrived
+  before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
+  answers have begun, BEGUN applies.
 - **Clients that disconnected** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last
-progress make it suspected, which only costs a probe. They alone never make it stalled: if no request is waiting, it becomes
-stalled only when a probe stays unanswered for twice the usual time.
+  progress make it suspected, which only costs a probe. They alone never make it stalled: if no request is waiting, it becomes
+  stalled only when a probe stays unanswered for twice the usual time.
 - **A probe** may take as long as the time between suspicion and stall, counted from when it was sent. While an engine is
-stalled, one probe runs at a time, and probes are PROBE_EVERY_S apart.
-- **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting
-  request. It is then tried with one real request every TRIAL_EVERY_S.
+  stalled, one probe runs at a time, and probes are PROBE_EVERY_S apart.
+- **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting request. It is
+  then tried with one real request every TRIAL_EVERY_S.
 - **A pause of the observer** (`skip`) does not count as silence.
 - Once an engine has been stalled for CUT_S, its other answers are abandoned too (`is_lost`).
 """
