@@ -5,8 +5,8 @@
     STALLED    it made no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
     PROBING    it is stalled, and being probed.
 
-Progress is a computed byte of any answer, including a probe's, a change in its counters, or a KV event (`observe`). Any
-progress makes an engine alive, whatever its state and however long one request has been waiting there. Status pages and
+Progress is a computed byte of any answer, including a probe's, a change in the engine's counters, or a KV event (`observe`).
+Any progress makes an engine alive, whatever its state and however long one request has been waiting there. Status pages and
 refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
@@ -58,7 +58,7 @@ class Probe(StrEnum):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request at the engine that has not received a byte of its answer."""
+    """A request at the engine whose answer has not begun."""
 
     sent: float
     bounds: Bounds
@@ -66,7 +66,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """The times at which the engine counts as suspected, then as stalled. Requests that arrive before `closes_at` can
+    """The times at which the engine counts as suspected, then as stalled. Requests that arrive by `closes_at` can
     extend both."""
 
     closes_at: float
