@@ -215,9 +215,9 @@ class RequestShape:
 class SelectionResult:
     """One worker as a candidate for a request, and what the request would cost there.
 
-    Blocks have the worker's own block size. `required_blocks`: the number of the prompt's blocks, including its partial last
-    one (which no engine keeps for other requests). `overlap_blocks`: how many leading ones of these the worker holds.
-    `resident_tokens`: the number of tokens in them (a lower bound if the worker publishes only every g-th block).
+    All block counts are in the worker's own block size. `required_blocks`: the number of the prompt's blocks, including its
+    partial last one (which no engine keeps for other requests). `overlap_blocks`: how many of these, from the first on, the
+    worker holds. `resident_tokens`: the number of tokens in them (a lower bound if the worker publishes only every g-th block).
     `usable_tokens`: how many of these its engine will reuse. `source`: the worker whose copy it would read, for
     `transferred_tokens` more tokens; if `reads_store` is set, this is a shared store, which its engine reads without being
     asked. `predicted_tokens`: additional tokens that it is predicted to hold, because they are being computed there, or were

@@ -14,7 +14,7 @@ from kvatlas.settings import COMMON, OWN, ProcessSettings, flag_of, variable_of
 
 
 class GroupedHelp(TyperCommand):
-    """A command whose help shows its options in groups, each each group under its own heading."""
+    """A command whose help shows its options in groups, each group under its own heading."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}

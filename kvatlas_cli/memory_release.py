@@ -1,4 +1,4 @@
-"""Returns memory to the system that the C library's allocator keeps after a burst of events or requests.
+"""Returns to the system the memory that the C library's allocator keeps after a burst of events or requests.
 
 glibc keeps freed memory between objects that stay. A sidecar of 64 ranks that received 131,072 blocks at once kept 97 MiB more
 than before, of which only 28 MiB belonged to blocks. `malloc_trim` returns the rest.

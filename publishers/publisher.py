@@ -89,8 +89,7 @@ class Publisher(BlockRecorder):
         `begin=False`: nothing is published before `begin_publishing`. `feed_alive`: True if the engine's feed is connected;
         used without an engine URL. `has_replay`: True if lost events can be replayed. `on_engine_change`: called when the
         engine's state changes; `on_engine_restart`: called when its process is replaced (both need an engine URL).
-        `on_start_over`: called when all known blocks have been dropped. Raises InvalidValue for settings that can't be
-        combined.
+        `on_start_over`: called when all known blocks have been dropped. Raises InvalidValue for invalid settings.
         """
         self.settings = settings
         self.worker_id = settings.worker_id

@@ -39,7 +39,7 @@ SAVE_SHARE = 200
 """Packing the state may take at most 1/SAVE_SHARE of the time."""
 CLOSE_S = 3.0
 LOOK_S = 1.0
-"""Interval at which an engine without a connection is checked for a new list of sockets."""
+"""Interval of asking an engine whose feed has no connection whether its sockets have moved."""
 _LIST_SOCKETS = (EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG)
 
 log = logging.getLogger("kvatlas.publisher")

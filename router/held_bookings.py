@@ -236,8 +236,8 @@ class HeldBookings:
                 held.choice.cancel()
 
     async def _let_go_of_ended(self) -> None:
-        """Drop the bookings that the store no longer has: either their end was reported to another router, or their lease
-        expired."""
+        """Drop the bookings that the store no longer has: either their end was reported to another router, or this
+        router's lease expired."""
         while self._check.running:
             await asyncio.sleep(self._check_s)
             by_pool: dict[str, dict[bytes, _HeldBooking]] = {}

@@ -40,7 +40,7 @@ ENGINE_TIMEOUT_S = 600.0
 """An engine counts as gone after this time without a byte. Even the longest prompts take less time than this to
 compute."""
 CUT_S = 2.0
-"""Time that answers that were cut off have to send their errors."""
+"""Time for answers that were cut off to send their errors."""
 
 _log = logging.getLogger("kvatlas_router.proxy")
 

@@ -10,8 +10,8 @@ from kvatlas.telemetry.distribution import TOKENS, Distribution
 class RouterCounters:
     """Plain integers since the client was created; a client from `RouterClient.open` exports them as metrics.
 
-    `routed`: choices, including `by_load` and `by_prefix_hash` without the index, and `followed` by another policy (`agreed`:
-    cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
+    `routed`: choices, including those made `by_load` or `by_prefix_hash` without the index, and those that `followed` another
+    policy (`agreed`: cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
     `booking_failures`, `fleet_failures`: calls to the store that were not answered in time. `open_index`, `open_fleet`,
     `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: based on the last-read pool
     records). `booked`, `released`: reservations in the store; `lapsed`: how often this router's lease had expired by the time

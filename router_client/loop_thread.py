@@ -147,7 +147,7 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """True if the block has been left in this process."""
+        """True if this process has exited the `with` block."""
         return self._closed
 
     @property

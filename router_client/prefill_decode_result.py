@@ -92,7 +92,8 @@ class PairChoiceData:
         return max(1, -int((self._slo_ttft_us - (self.ttft_us or 0)) // 1_000_000))
 
     def explain(self) -> str:
-        """Both workers' costs, term by term, and the cheapest alternative with or without a separate prefill."""
+        """The cost of each worker, term by term, and the cheapest alternative: without a separate prefill if there is one,
+        otherwise with one."""
         other = self.ranking.alternative
         if self.prefill is None:
             lines = [f"no separate prefill: {_explain_indented(self.decode)}"]

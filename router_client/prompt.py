@@ -208,8 +208,9 @@ class Prompt:
 
     @classmethod
     def of_shape(cls, shape: RequestShape, *, block_size: int | None = None, block_bytes: int = 0) -> Self:
-        """A prompt from a request's shape. Its block hashes are sequence hashes of 16 hex digits, or an engine's own
-        hashes, which belong to its scope's chain or, if other text is among them, to `external:default`.
+        """A prompt from a request's shape. If its scope's chain is `own`, its block hashes are sequence hashes of 16 hex
+        digits or, if other text is among them, an engine's own hashes in the chain `external:default`. In any other
+        chain, they are an engine's own hashes.
 
         If `block_size` is absent, it is taken from the blocks. Raises InvalidValue for other hashes, or blocks of
         different sizes.

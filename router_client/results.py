@@ -145,9 +145,9 @@ class Ranking:
 class ChoiceData:
     """Where to send a request, and why: the common fields of `Choice` and `SyncChoice`.
 
-    `basis`: the basis on which the worker was chosen; `why`: the reason, in one line, if this was not cost. `would_be`: the
-    worker that cost would have chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is
-    to fetch from another engine; its `fields` have to be sent with the request.
+    `basis`: how the worker was chosen; `why`: if not by cost, the reason in one line. `would_be`: the worker that cost would
+    have chosen, if another policy is followed. `trace`: see `FleetRecord`. `fetch`: what the engine is to fetch from another
+    engine; its `fields` have to be sent with the request.
     """
 
     worker_id: str

@@ -124,7 +124,7 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Total prompt tokens of all requests, if every answer has its `max_tokens`."""
+        """Total prompt tokens of all requests, if every answer is `max_tokens` long."""
         total = 0
         for session in self.sessions:
             length = len(session.system_prompt)

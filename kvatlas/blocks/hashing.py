@@ -9,8 +9,8 @@ bytes each, so 512 blocks are one `bytes` of 4,096.
 The extra keys of a block are a list, in this order; a block without any is plain:
 
 1. `[id, offset]` for each multimodal item that touches the block, in prompt order: the item's identifier (vLLM: its content
-hash), and its offset from the block's first token, negative if the item began in an earlier block. For vLLM versions that
-write no offset: the identifier alone, as text.
+   hash), and its offset from the block's first token, negative if the item began in an earlier block. For vLLM versions that
+   write no offset: the identifier alone, as text.
 2. in the first block of a prompt: the cache salt, as text, unless salts are mapped to tenants.
 3. the digest of the block's prompt embeddings, as bytes.
 
@@ -55,7 +55,7 @@ TokenIds = Sequence[int]
 
 _PAIR = Struct("<QQ")
 _COMPILED_TYPES = (list, array, tuple)
-"""Subclasses, and other sequences, may compute their items."""
+"""Subclasses and other sequence types may compute their items on access, so the Python code reads them."""
 
 
 def is_compiled() -> bool:

@@ -12,8 +12,8 @@ from kvatlas.blocks.tiers import TIER_MASK
 NUMBER_BYTES = 3
 MAX_HOLDER = (1 << 24) - 1
 CACHED_VALUES = 4_096
-"""About 3 MB with 64 holders per block. The blocks of one message mostly have equal holders; those of later messages rarely
-do."""
+"""About 3 MB with 64 holders per block. Blocks of the same message usually have the same holders; blocks of later messages
+rarely do."""
 
 
 def number_bytes(number: int) -> bytes:

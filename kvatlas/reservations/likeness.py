@@ -6,7 +6,7 @@ depends only on the fleet record, not on a router's settings. Workers that diffe
 rules) have the same likeness.
 
 Look-alikes with equal costs are placed on a **ring**, according to the first 32 bits of the SHA-1 of their ids. A prompt goes
-to the next worker after its own place, so different prompts are spread out, and equal ones meet.
+to the next worker after its own place, so different prompts are spread out, and identical prompts go to the same worker.
 """
 
 from functools import lru_cache

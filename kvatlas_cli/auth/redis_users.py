@@ -40,7 +40,7 @@ _INDEXER = ("discard", "exec", "multi", "sadd", "scard", "srandmember", "srem")
 _ALL_KEYS = "kva:*"
 _SMALL_FLEET_KEYS = (f"{LAYOUT}*", POOLS)
 _ACTIVE_KEYS = "kva:{s*}:active"
-"""The key for worker names by holder, of which there are as many as workers."""
+"""A hash of worker names by holder, with as many entries as there are workers."""
 _POOL = "*"
 """Placeholder for every pool."""
 _READS = frozenset(

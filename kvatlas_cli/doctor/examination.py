@@ -119,7 +119,7 @@ async def examine(
 ) -> list[Finding]:
     """Run all possible checks. The first findings say whether requests are served; those about the store come next.
 
-    `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens for
+    `status_urls`: publishers' status pages. `expected`: workers that should exist, each with a remark or ''. Listens to
     heartbeats for `listen_s`, and waits up to `settle_s` for states that may settle on their own. Without `wait`, a server
     that does not answer is a finding, and the examination takes at most LONGEST_S, or `listen_s` if that is longer, plus
     MOST_CALLS round trips if the store is far away.

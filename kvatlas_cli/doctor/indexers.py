@@ -10,7 +10,7 @@ from kvatlas_cli.doctor.finding import Finding, Level, join_names
 
 
 async def read_indexers(store: Store, now_us: int, layout: int = 0) -> tuple[list[str], dict[int, str]]:
-    """A layout's members that are alive at this time of the store's clock, sorted, and the holder of each partition's
+    """A layout's members that are alive at this time on the store's clock, sorted, and the holder of each partition's
     lease. Raises Unreachable.
 
     Read directly (keys: `kvatlas.fleet_store.fleet_store`), because the functions may be missing or may be of another

@@ -101,8 +101,8 @@ class RequestFollower:
     # ---------------------------------------------------------------- the request
 
     def _pool_of(self, name: str, fleet: Mapping[str, FleetRecord]) -> tuple[str, str]:
-        """The model and tokenizer that a request's name stands for: those of the fleet, or those of a worker whose engine
-        serves that name."""
+        """The model and tokenizer that a request's name stands for: the fleet's model of that name, or else the model of a
+        worker whose engine serves that name, or else the name itself for both."""
         for record in fleet.values():
             if record.endpoint.model_id == name:
                 return name, record.endpoint.tokenizer_id

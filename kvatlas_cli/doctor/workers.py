@@ -162,8 +162,8 @@ def _judge_diagnoses(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
 
 
 def _judge_versions(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Find publishers of other versions. Versions work together; the finding shows where behavior may differ, and whether an
-    upgrade is complete."""
+    """Find publishers of other versions. Different versions work together; the finding shows where behavior may differ, and
+    whether an upgrade is complete."""
     workers: dict[str, list[str]] = defaultdict(list)
     for id, one in heard.items():
         workers[one.version or "before 0.1.0"].append(id)

@@ -18,10 +18,10 @@ Decisions that the wire leaves open:
 - For a request with `kv_cache_report_mode: "full"` (0.26 and later, so maps), vLLM reports cache hits as stored blocks, from
   the prompt's first block on. They look exactly like new copies: see `ledger.hit_reports`.
 - `remaining_copy_counts` (proposed for versions after 0.33): the number of copies of each removed block that remain. A block
-is held until no copy remains. For a version that reports only the last copy's removal, use `--set-semantics`.
+  is held until no copy remains. For a version that reports only the last copy's removal, use `--set-semantics`.
 - Before 0.14, events carry an adapter's id but not its name, so requests can't be matched to such blocks.
 - Before 0.17, the engine's hash covers salt and multimodal items, but events omit them. Such blocks look plain, so everything
-is an upper bound.
+  is an upper bound.
 """
 
 import re

@@ -78,8 +78,8 @@ class HitReports:
         return (event,) if all(taken) else list(self._parts(event, taken))
 
     def lost_before(self, event: EngineStored, parent: Stretch | None) -> list[EngineHash]:
-        """The blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child of it. They are
-        certain from now on."""
+        """The blocks up to `parent` whose doubtful copy must be a real one, since the event stored a child of `parent`.
+        They are certain from now on."""
         lost, doubts = self._lost.get(event.group), self._doubts.get(event.group)
         if not lost or not doubts or not self._groups.is_full(event.group):
             return []

@@ -15,7 +15,7 @@ from kvatlas_publishers.ledger.block import Namespace, Stretch, reversed_hashes
 from kvatlas_publishers.ledger.prefix_closure import UsableChange
 
 CHUNK_BLOCKS = 4096
-"""Number of blocks in a snapshot chunk, which thus holds at most 32 KiB of hashes."""
+"""Maximum number of blocks in a snapshot chunk, which thus holds at most 32 KiB of hashes."""
 
 _TIERS: tuple[tuple[Tier, ...], ...] = tuple(tiers_of(flags) for flags in range(1 << len(Tier)))
 

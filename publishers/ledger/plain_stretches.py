@@ -64,8 +64,8 @@ class PlainStretches:
         return removed
 
     def _is_new(self, names: Sequence[EngineHash], first_hash: bytes, after: Part | None, place: Place) -> bool:
-        """True if these hashes are distinct, neither known nor counted, and their place (after the part `after`, or the place
-        itself) is free."""
+        """True if these hashes are distinct and neither known nor counted, and the position where they belong (after the part
+        `after`, or else `place`) is free."""
         once = dict.fromkeys(names)
         if len(once) < len(names) or not self._lineage.known.keys().isdisjoint(once):
             return False

@@ -4,7 +4,7 @@ Invariants (property-tested over a bus that loses, repeats, delays and reorders)
 - a message is released only after all earlier ones. So the stream's messages of an incarnation, read through the fence
   `seq = last + 1`, are always a prefix of what was put in, and all of it once the outbox is empty;
 - an acknowledgement counts only if it belongs to the current round and its stream position is above that of the previous
-message. The index treats any other copy as a gap and drops it;
+  message. The index treats any other copy as a gap and drops it;
 - an incarnation starts with its snapshot, whose messages are contiguous.
 """
 

@@ -83,7 +83,8 @@ def _error_in(decoded: Mapping[str, Any]) -> Any:
 
 
 def _abort_in(decoded: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The abort that ends a stream of SGLang's `/generate` if the engine fails. Without a status, the client aborted."""
+    """The abort that ends a stream of SGLang's `/generate` if the engine fails. An abort without a status means that the
+    client ended the request."""
     meta = decoded.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
     if isinstance(reason, Mapping) and reason.get("type") == "abort" and isinstance(reason.get("status_code"), int):

@@ -182,8 +182,8 @@ class EventStream:
 
     @property
     def finished(self) -> bool:
-        """True if the answer is complete. Not every server sends the final event, but before it every choice has ended and the
-        usage has arrived."""
+        """True if the answer is complete: its final event has arrived or, since not every server sends one, its last usage
+        or the end of every choice."""
         return self.done or self._has_last_usage or len(self._ended) >= self._choices
 
     @property

@@ -15,7 +15,7 @@ class Rest:
     `parts`, `tokens`: how much of the answer the next engine gets; whatever the client has beyond that is generated again.
     `lag`: the text of up to this many of these tokens has not arrived yet; None: the number of tokens is a guess. `by_ids`: a
     conversation continues as a completion from token ids; `parsed`: only an engine's parser can read its tokens. `is_known`:
-    whether the next engine's prompt begins with the client's is known.
+    it is known whether the next engine's prompt begins with the client's.
 
     `reasoned`: the answer has reasoning, so its `markers` must be known. `inside`: the cut is within the reasoning. `thought`:
     the reasoning tokens that the client has. `apart`: tokens before the end marker that engines don't count as reasoning.

@@ -11,7 +11,7 @@ from kvatlas_router.continuation.chunk import Chunk, text_of_ids
 from kvatlas_router.continuation.reasons import CannotContinue, Why
 
 _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-"""Metadata that hold one item per token."""
+"""Metadata with one item per token."""
 
 
 class GenerateEvents:

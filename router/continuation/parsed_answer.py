@@ -41,8 +41,8 @@ class ParsedAnswer:
         self.begin(0)
 
     def begin(self, before: int) -> None:
-        """From now on, tokens come from an engine that parses them itself. `before`: the answer's tokens that are part of
-        its prompt."""
+        """From now on, tokens come from an engine that parses them itself. `before`: how many of the answer's
+        tokens are in that engine's prompt."""
         self.has_call, self.knows_ids = False, True
         self.finish: str | None = None
         self.prompt_ids, self.ids, self.unread = array("q"), array("q"), array("q")

@@ -1,5 +1,5 @@
-"""Streams of OpenAI's Responses API. Here, too, the rest of an answer is requested as a chat. Events refer to numbers, items
-and parts; the last event contains the whole response.
+"""Streams of OpenAI's Responses API. Here, too, the rest of an answer is requested as a chat. Events are numbered and
+belong to items and parts; the last one contains the whole response.
 
 The forms are those of vLLM 0.33 and SGLang 0.5.23, which list an event's fields in alphabetical order.
 """

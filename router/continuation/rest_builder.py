@@ -18,7 +18,7 @@ from kvatlas_router.continuation.thoughts import Markers, Thoughts
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 THINKING = "<think>"
-"""The beginning of a reasoning answer whose engine does not parse reasoning. Templates change or drop such text."""
+"""An answer that begins with this contains reasoning that its engine did not parse. Templates change or drop such text."""
 
 
 class RestBuilder:

@@ -14,9 +14,9 @@ from kvatlas_router.tokens.chat_form import as_chat
 from kvatlas_router.tokens.text_request import Api, TextRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Limit on completions without `max_tokens` in vLLM and SGLang."""
+"""Limit on the answer's tokens in vLLM's and SGLang's completions without `max_tokens`."""
 DEFAULT_GENERATE_TOKENS = 128
-"""Limit on requests to SGLang's `/generate` without `max_new_tokens`."""
+"""Limit on the answer's tokens in SGLang's `/generate` without `max_new_tokens`."""
 MOST_PROMPT_IDS = 1 << 15
 """Engines also return the prompt's ids, in a single event. Longer chats are continued as text; answers to longer prompts of
 ids are repeated from their beginning."""
@@ -43,7 +43,7 @@ _OF_CHATS = (
     "include_reasoning",
     "modalities",
 )
-"""Fields that decide a chat's prompt and form, which a completion does not need."""
+"""Fields that determine a chat's prompt and format; a completion needs none of them."""
 _SAME = (
     *("model", "stream", "cache_salt", "max_tokens", "min_tokens", "ignore_eos", "seed", "stop", "logit_bias"),
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -111,8 +111,8 @@ def begun_stop(sent: str, stops: Sequence[str]) -> int:
 
 
 def body_of_ids(text: TextRequest, prompt_ids: Sequence[int], ids: Sequence[int], tokens: int) -> dict[str, Any]:
-    """The body of a completion that asks for the rest of a conversation. `ids`, `tokens`: the answer's ids and their
-    number so far."""
+    """The body of a completion that asks for the rest of a conversation. `ids`: the answer so far;
+    `tokens`: the number of its tokens, as its engines counted them."""
     text = _as_chat(text)
     body = {name: value for name, value in text.body.items() if name not in _OF_CHATS}
     most = most_tokens(text)

@@ -36,8 +36,8 @@ class Seam(JoinedEvents):
     the events come from another engine, and `feed` rewrites them as the first engine's.
 
     `identity`: that of the first engine's stream. `builder`: builds the request for the rest. `why`: why the answer can't be
-    continued, if so. `ended`: the answer is complete. `usage`: that of the whole answer. `missing_end`: events that the client
-    still needs.
+    continued; None if it can. `ended`: the answer is complete. `usage`: that of the whole answer. `missing_end`: events that
+    the client still needs.
     """
 
     awaits_choice = False

@@ -15,7 +15,7 @@ _FRAMED = ("ernie", "hunyuan")
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The markers that begin and end a model's reasoning. Each is one token; its id (`ids`) depends on the model."""
+    """The markers that begin and end a model's reasoning, one token each. `ids`: their token ids, which depend on the model."""
 
     start: str
     end: str
@@ -103,7 +103,8 @@ class Thoughts:
 
     def read(self, text: str, *, last: bool) -> str:
         """A later engine's part as joined text. The result is empty as long as the part may belong to a marker or to
-        something that parsers remove. Raises CannotContinue if the part contains no markers."""
+        something that parsers remove. Raises CannotContinue if the part may begin the reasoning (`resume`'s `fresh`)
+        but has no start marker."""
         if self.markers is None:
             return text
         text, self._held, thought = self._held + text, "", ""

@@ -22,7 +22,7 @@ class WholeUsage:
     apart: int | None = None
 
     def learn(self, usage: Mapping[str, Any], *, first: bool) -> None:
-        """Read an engine's usage. `first`: it is the first engine."""
+        """Read an engine's usage. `first`: this engine is the first one."""
         own = count(usage, "prompt_tokens")
         details = usage.get("prompt_tokens_details")
         cached = count(details, "cached_tokens") if isinstance(details, dict) else None

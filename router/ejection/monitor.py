@@ -120,7 +120,7 @@ class EjectionMonitor:
         self, pool_id: str, worker_id: str, status: int, headers: Iterable[tuple[bytes, bytes]], why: str = ""
     ) -> Verdict:
         """Record an answer's status and return the verdict; `why`: the failure in words. A worker that sent Retry-After is
-        avoided until that time. A refusal is doubtful if other workers refuse far fewer requests."""
+        avoided until that time. A refusal is doubtful if other workers refuse a far smaller share."""
         verdict = judge(status)
         if verdict is Verdict.ANSWERED:
             self.record_good(pool_id, worker_id)

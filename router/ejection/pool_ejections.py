@@ -26,7 +26,7 @@ EJECT_S = 2.0
 MOST_EJECT_S = 60.0
 TRIAL_S = 10.0
 UNREACHABLE_S = 2.0
-"""How long a worker that did not answer is avoided. After that, its fleet record shows that it is down."""
+"""How long a worker that did not answer is avoided. By then, its fleet record shows that it is down."""
 MOST_REST_S = 30.0
 """A longer Retry-After from an engine is reduced to this, since the worker's record will show if it is down for
 long."""

@@ -42,8 +42,8 @@ class ObjectHolders:
         the proven tenant, who can reach only its own objects; None: there is only one tenant.
 
         Raises ObjectUnknown if no worker in the fleet is known to have the object; InvalidValue if the request names objects
-        on several workers, or would list the objects of all workers; or Unreachable if the holder can't take requests now, or
-        can't be looked up because the store does not answer.
+        on several workers or on one that is not a candidate, or would list the objects of several workers or tenants; or
+        Unreachable if the holder can't take requests now, or can't be looked up because the store does not answer.
         """
         if not use.ids and not use.lists:
             return None

@@ -102,7 +102,7 @@ def _named(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def _may_name_files(body: bytes) -> bool:
-    """True if the text may contain a file's name, possibly with escaped characters."""
+    """True if the text may contain a field that names files or vector stores, possibly with escaped characters."""
     return b"file_id" in body or b"vector_store_id" in body or b"\\u00" in body
 
 

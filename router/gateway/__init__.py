@@ -18,5 +18,5 @@
     field_metrics.py      metrics under the names that common dashboards use
 
 The gateway opens a stream for each request and sends the request and its answer through it. Anything not sent back never
-reaches the engine or the client. If the stream ends with an error, the client gets a status 500.
+reaches the engine or the client. If the stream ends with an error, the client gets a 500.
 """

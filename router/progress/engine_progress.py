@@ -5,22 +5,21 @@
     STALLED    it made no progress for `stall_s`, not even on the probe: it gets no requests, and those without a byte may move.
     PROBING    it is stalled, and being probed.
 
-Progress is a computed byte of any answer, including a probe's, a change in its counters, or a KV event (`observe`). Any
-progress makes an engine alive, whatever its state and however long one request has been waiting there. Status pages and
+Progress is a computed byte of any answer, including a probe's, a change in the engine's counters, or a KV event (`observe`).
+Any progress makes an engine alive, whatever its state and however long one request has been waiting there. Status pages and
 refusals don't count as progress.
 
 - **Allowed silence** (`Bounds`, from predicted times: `expected_times.py`). Silence begins with the last progress, or with the
-first request if the engine was idle. The bounds are the longest ones among the requests that were present then or arrived
-before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
-answers
-  have begun, BEGUN applies.
+  first request if the engine was idle. The bounds are the longest ones among the requests that were present then or arrived
+  before it could be suspected. Later requests, which keep coming until the stall is found, don't extend it. If all running
+  answers have begun, BEGUN applies.
 - **Clients that disconnected** before the first byte are evidence that the engine had work. LEAST_LEFT of them since the last
-progress make it suspected, which only costs a probe. They alone never make it stalled: if no request is waiting, it becomes
-stalled only when a probe stays unanswered for twice the usual time.
+  progress make it suspected, which only costs a probe. They alone never make it stalled: if no request is waiting, it becomes
+  stalled only when a probe stays unanswered for twice the usual time.
 - **A probe** may take as long as the time between suspicion and stall, counted from when it was sent. While an engine is
-stalled, one probe runs at a time, and probes are PROBE_EVERY_S apart.
-- **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting
-  request. It is then tried with one real request every TRIAL_EVERY_S.
+  stalled, one probe runs at a time, and probes are PROBE_EVERY_S apart.
+- **An engine that can't be probed**, because it refuses the probe itself, becomes stalled only through a waiting request. It is
+  then tried with one real request every TRIAL_EVERY_S.
 - **A pause of the observer** (`skip`) does not count as silence.
 - Once an engine has been stalled for CUT_S, its other answers are abandoned too (`is_lost`).
 """
@@ -59,7 +58,7 @@ class Probe(StrEnum):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request at the engine that has not received a byte of its answer."""
+    """A request at the engine whose answer has not begun."""
 
     sent: float
     bounds: Bounds
@@ -67,7 +66,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Deadlines:
-    """The times at which the engine counts as suspected, then as stalled. Requests that arrive before `closes_at` can
+    """The times at which the engine counts as suspected, then as stalled. Requests that arrive by `closes_at` can
     extend both."""
 
     closes_at: float

@@ -72,7 +72,8 @@ class WatchedAttempt:
         self._monitor.close(self, left=not self.hangs)
 
     def give_up(self, *, lost: bool = False) -> bool:
-        """Cancel the task that waits for the answer. Returns False if there is none. `took_cancellation` recognizes this.
+        """Cancel the task that waits for the answer; `took_cancellation` recognizes this. Returns False, and does nothing, if
+        there is no such task, if it was already cancelled for this, or if the answer has begun and is waiting for its client.
         `lost`: the answer will never come."""
         if self.hangs or self._task is None or (self.began and not self.reading):
             return False

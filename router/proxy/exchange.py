@@ -76,7 +76,7 @@ class Exchange:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Number of prompt tokens in the running requests, as far as they have been read."""
+        """Number of prompt tokens in the running requests that have been read so far."""
         return sum(request.prompt_tokens for request in list(self._running.values()))
 
     @property

@@ -45,7 +45,7 @@ _log = logging.getLogger("kvatlas_router.proxy")
 LOST_STATUS = 502
 """Status recorded for an answer that broke off, which counts as an engine's failure."""
 AGAIN_S = 0.25
-"""If no engine could be connected to, they are all tried again after this time."""
+"""If no engine accepted a connection, all of them are tried again after this time."""
 LEAVE_AGAIN_S = 5.0
 """If no other worker continues a stalled engine's answer, other workers are tried again after this time."""
 

@@ -42,8 +42,8 @@ def dynamo_answer(matches: Sequence[Match]) -> dict[str, Any]:
 
 
 def own_answer(matches: Sequence[Match], usable: Mapping[str, int], most: int) -> list[dict[str, Any]]:
-    """Workers and shared stores, those with the most tokens first. `usable`: the tokens that each one's engine would
-    not compute again."""
+    """Workers and shared stores, those with the most tokens first. `usable`: how many tokens each one's engine
+    would not compute again."""
     return [_own(match, usable.get(match.endpoint.id, 0)) for match in matches[:most]]
 
 

@@ -137,8 +137,8 @@ class QueryApi:
     async def follow(
         self, caller: Caller, after: Position | None, prove: Prove | None = None
     ) -> AsyncGenerator[Change | None, None]:
-        """See `ChangeStreams.follow`. `prove`: proves again, while the caller follows, who it is; None: it does not have to
-        prove anything.
+        """See `ChangeStreams.follow`. `prove`: proves again who the caller is, every so often while it follows; None: it does
+        not have to prove anything.
 
         Once the caller is no longer the same, raises ForeignTenant or whatever `prove` raises."""
         tenant_id = caller.tenant_id or self._catalogue.tenant_id

@@ -67,7 +67,7 @@ class HolderQueries:
         return sorted(matches, key=lambda match: (-match.held.tokens, match.endpoint.id))
 
     def usable_tokens(self, prompt: Prompt, matches: Sequence[Match]) -> dict[str, int]:
-        """The tokens that each worker's engine would not compute again, according to the engine's own rule."""
+        """How many tokens each worker's engine would not compute again, according to the engine's own rule."""
         return {
             match.endpoint.id: match.held.usable_tokens(
                 self._rules.of(match.endpoint), prompt, match.endpoint.kind, match.block_size or 1

@@ -1,6 +1,6 @@
 """Counts how much of a prompt one worker holds on each medium, in the two ways that other indexes do.
 
-A run's tiers are known only for its first and last block. The end of a worker's held prefix is exact.
+A run's tiers are those of its first and last block. The end of a worker's held prefix is exact.
 """
 
 from collections.abc import Collection, Sequence

@@ -125,7 +125,7 @@ def _remarks(read: RequestPrompt, choice: Booked) -> Iterable[Cell]:
 
 
 def _costs_table(title: str, ranking: Ranking, chosen: str) -> Table:
-    """A table of the costs, with a column for each term that is not zero for all workers."""
+    """A table of the costs, with a column for each term that is not zero for at least one worker."""
     results = list(ranking.results[:MOST_WORKERS])
     if all(result.worker_id != chosen for result in results):
         results = [*(one for one in ranking.results if one.worker_id == chosen), *results]

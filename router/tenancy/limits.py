@@ -94,7 +94,7 @@ class Permit:
             raise OverLimit(f"this client has used its {allowance.size} tokens a minute", wait_s, tokens=True)
 
     def note_sent(self, tokens: int) -> None:
-        """Record the tokens of the prompt and of the part of its answer that the client has. They are counted if the
+        """Record the tokens of the prompt and of the part of the answer that the client has. They are counted if the
         client disconnects before the end, because then no engine reports a usage."""
         self._sent = tokens
 

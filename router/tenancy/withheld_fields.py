@@ -57,8 +57,8 @@ def withhold_from_tenants(path: str, body: bytes, decoded: dict[str, Any]) -> tu
 
 
 def is_refused(name: str, within: str | None) -> bool:
-    """True if a field must not be in a large body, which is not decoded, from a tenant's client. `within`: the field of the
-    body that contains it; None: it is a field of the body itself."""
+    """True if a large body from a tenant's client must not have a field of this name; such a body is not decoded. `within`:
+    the field of the body that contains it; None: it is a field of the body itself."""
     if within is None:
         return name in FIELDS or name == _FEATURES
     return name == _UUID and within != _SCHEMAS

@@ -33,7 +33,7 @@ async def wait_patiently(
             await end_tasks([task])
         raise
     finally:
-        del task  # its error's traceback holds this frame, a cycle that would keep the callers' requests
+        del task  # its error's traceback holds this frame: a cycle, which would keep the callers' requests for a while
 
 
 def _discard(discard: Callable[[T], object], task: "asyncio.Task[T]") -> None:

@@ -22,8 +22,8 @@ BEATS_A_LEASE = 3
 RETRY_S = 0.1
 CLOSE_S = 1.0
 KEEP_S = 30.0
-"""How long a report is retried (or for the length of a lease, if that is longer). After that, the end of the lease
-would have ended the reservation."""
+"""How long a report is retried (or for the length of a lease, if that is longer). By then, the lease has run out, which
+ends the reservation anyway."""
 MOST_PENDING = 100_000
 LINGER_S = 0.001
 """Reports that arrive within this time of each other are sent together."""

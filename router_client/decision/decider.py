@@ -127,9 +127,11 @@ class Decider:
     async def _decide(self, prompt: Prompt, avoid: Collection[str], *, book: bool, explain_all: bool) -> Choice:
         """Choose in the first of these ways that works; after a failure of the store, only in the last one.
 
-        1. One call to the store looks up, prices and books. 2. The index is asked first. Then the store chooses among a
-        few named workers and all the others, which are look-alikes. 3. The same, but all workers are named. 4. This
-        router chooses alone, by the loads that were read last and its own bookings.
+        1. One call to the store looks up, prices and books.
+        2. The index is asked first. Then the store chooses among a few named workers and all the others, which are
+           look-alikes.
+        3. The same, but all workers are named.
+        4. This router chooses alone, by the loads that were read last and its own bookings.
         """
         call_store = self._booker.may_call_store()
         # don't wait for a booking in a store that is far away, or that has failed and is being retried
@@ -247,8 +249,8 @@ class Decider:
         return self._policy.narrow(pool, prompt, avoid), why
 
     def _waiting_among(self, prompt: Prompt, pool: Pool) -> Prompt:
-        """The prompt. If workers are missing from the narrowed pool, it waits only for the remaining ones on which it
-        fits."""
+        """The prompt. If workers are missing from the narrowed pool, or the caches of some are too small, it waits only for
+        the remaining ones on which it fits."""
         if prompt.waiting is None or not prompt.waiting.may_wait:
             return prompt
         whole = self._fleet.last_known(prompt.scope.pool_id)

@@ -21,7 +21,7 @@ class EngineHashSource(Protocol):
         """True if it can be asked now."""
 
     async def ask(self, worker_id: str, scope: Scope, sequence_hashes: list[int]) -> list[int]:
-        """The hashes of a chain's first blocks, up to the last one that the worker's engine holds; empty if they are
+        """The hashes of a chain's first blocks, as far as the worker's engine holds them without a gap; empty if they are
         unknown."""
 
 

@@ -119,7 +119,7 @@ class RoutingPolicy:
         quotes: LookAlikeQuotes | LookupQuotes,
         lookup: Lookup | None = None,
     ) -> Ask:
-        """The ask with what the store needs to choose among look-alikes."""
+        """The ask, including what the store needs to choose among look-alikes."""
         pool = quotes.pool
         names_all = lookup is not None and bool(lookup.named)
         return build_ask(

@@ -13,7 +13,8 @@ from router_client.learning.loop_lateness import LoopLateness
 MOST_GAPS = 512
 LEAST_GAPS = 2
 MOST_TOKENS_A_PART = 16
-"""Maximum number of tokens in one part. Engines with speculative decoding generate up to about 10 tokens at a time."""
+"""Largest credible mean number of tokens per part. Engines with speculative decoding generate up to about 10 tokens at a
+time."""
 TOGETHER = 0.1
 """Parts that are closer together than this share of the mean gap arrived together: the network or the event loop held
 back the first one."""

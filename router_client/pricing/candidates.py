@@ -57,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """Rows for each likeness and kind of candidates, with the likeness and an example candidate. The first row of a
+    """One row for each likeness and kind of candidates, with the likeness and an example candidate. The first row of a
     likeness is for all of its workers except the odd ones, whose row numbers are in `odd`. `numbers`: row numbers by
     likeness and kind."""
 

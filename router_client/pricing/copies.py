@@ -1,4 +1,4 @@
-"""Copies: the parts of a prompt, beyond its own blocks, that a worker could read from a shared store or from another worker.
+"""Copies: what a worker could read of a prompt beyond its own blocks, from a shared store or from another worker.
 
 Another worker's copy counts only if the request makes the engine fetch it. So both engines have the same connector
 (`EngineEndpoint.kv_connector`), the source reports the address to fetch from and the tiers that can be fetched, and the

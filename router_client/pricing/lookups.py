@@ -46,7 +46,7 @@ class LookupQuotes:
     ring: int
 
     def for_pool(self, pool: Pool) -> "LookupQuotes":
-        """The same quotes, for a later read of the pool in which the kinds have different numbers."""
+        """The same quotes, for a later read of the pool in which the kinds are numbered differently."""
         return replace(self, pool=pool, kinds=_quote_kinds(self.prompt, pool))
 
     def match(self, evaluation: Evaluation) -> tuple[Sequence[Quote], Sequence[OfferEvaluation], int | None]:
@@ -132,8 +132,8 @@ def quote_lookup(
     session_us: float = 0.0,
     explain_all: bool = False,
 ) -> LookupQuotes | None:
-    """The quotes; None if every worker has to be priced apart (`why_not_looked_up`). `known`: a lookup whose chains are used.
-    `home`: the worker of the prompt's session; all others cost `session_us` more."""
+    """The quotes; None if every worker has to be priced separately (`why_not_looked_up`). `known`: a lookup whose chains are
+    used. `home`: the worker of the prompt's session; all others cost `session_us` more."""
     if why_not_looked_up(prompt, pool, explain_all=explain_all):
         return None
     empty = PromptLookup.empty(prompt, pool.block_shapes) if known is None else replace(known, held={})

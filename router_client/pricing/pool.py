@@ -55,7 +55,7 @@ class FetchKnowledge(Protocol):
         """Share of the requested tokens that recent fetches delivered, 0 to 1."""
 
     def displaced_share(self, pool_id: str, capacity_tokens: int | None) -> float:
-        """What another copy costs later requests, as a share (0 to 1) of what computing it takes. `capacity_tokens`:
+        """What another copy costs later requests, as a fraction (0 to 1) of the time to compute it. `capacity_tokens`:
         what the pool's caches can hold; None: unknown."""
 
     def record_prompt(self, pool_id: str, chain: bytes, block_tokens: int) -> None:

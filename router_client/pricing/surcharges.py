@@ -4,11 +4,11 @@ Both are stateless and are computed from what every router knows, so all routers
 start. They are never negative, and are zero for the favored worker, whose cost stays as expected.
 
 - **session**: a session belongs to the candidate with the highest hash weight of the session's id and the worker (rendezvous
-hashing), so that only its own sessions move if a worker disappears. All other workers cost `session_us` more.
+  hashing), so that if a worker disappears, only its own sessions move. All other workers cost `session_us` more.
 - **softening**: at temperature T, a worker is chosen with a probability proportional to exp(-cost / (T × scale)), where scale
-is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T × scale × G, where G has a
-Gumbel distribution), from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking still takes
-  one call, and the same prompt draws the same on every router.
+  is the cheapest cost without load. It is sampled with the Gumbel-max trick (the minimum of cost - T × scale × G, where G has
+  a Gumbel distribution), from a hash of seed, prompt and worker. The draw is added to each worker's cost, so booking still
+  takes one call, and the same prompt draws the same on every router.
 """
 
 from collections.abc import Iterable, Sequence

@@ -29,7 +29,7 @@ WITHHELD = frozenset(
         "routed_dp_rank",
     }
 )
-"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that determine from where an engine reads KV or embeddings, or which
+"""Fields of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM that determine where an engine reads KV or embeddings from, or which
 of its ranks answers."""
 WITHHELD_HEADERS = frozenset(
     {

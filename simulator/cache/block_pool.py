@@ -14,7 +14,7 @@ class PoolSettings:
     affect statistics."""
 
     initial_blocks: int | None = None
-    """Number of blocks reserved at the start; None: all. More are reserved as needed."""
+    """Number of blocks reserved at the start, at most all of them; None: all. More are reserved as needed."""
     pooling: bool = True
     """True: the memory of free blocks stays reserved. False: it is returned, except for the initial blocks."""
 

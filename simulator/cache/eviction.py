@@ -80,7 +80,7 @@ class EvictionQueue(Generic[T]):
             heapq.heapify(self._heap)
 
     def discard(self, candidate: T) -> None:
-        """Withdraw a candidate; anything else is ignored."""
+        """Withdraw a candidate; has no effect on anything that is not one."""
         self._keys.pop(candidate, None)
 
     def pop(self) -> T:

@@ -267,7 +267,7 @@ class PrefixCache:
         self._prune(node)
 
     def _swap_out(self, node: PrefixNode) -> None:
-        """Copy a node that is leaving the GPU to the CPU tier, if that has room or can make some."""
+        """Copy a node to the CPU tier as it leaves the GPU, if the tier has room or can make some."""
         if self._cpu_tier.room < 1 and not self._evict_from_cpu():
             return
         self._tick += 1
@@ -318,8 +318,8 @@ class PrefixCache:
             self._cpu_tier.update_candidate(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Call after a node has lost a copy. If it was the last one, drops the node from the tree, and updates the
-        nodes above it."""
+        """Call after a node has lost a copy. Drops the node from the tree if it was the last one, and in any case updates
+        the nodes above it."""
         if node.resident or node.children:
             self._update_candidates(node)
         if node.parent is not None:

@@ -298,7 +298,7 @@ class Answer:
         return all(self.finish_reasons)
 
     def usage(self, *, tokens: int | None = None) -> dict[str, Any]:
-        """The usage to report. `tokens`: the number of tokens of one choice so far; default: of the whole answer."""
+        """The usage to report. `tokens`: the number of tokens of one choice so far; default: all of the answer."""
         prompt = len(self.request.prompt)
         completion = sum(map(len, self.token_ids)) if tokens is None else tokens
         return {

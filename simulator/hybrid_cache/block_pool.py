@@ -68,7 +68,7 @@ class SharedBlockPool:
         return not self._blocks[content.copies[group][0]].references
 
     def take(self, group: int) -> Block:
-        """Take the next free block, referenced once; and evict its content. The caller must know that a block is
+        """Take the next free block, referenced once, and evict its content. The caller must know that a block is
         free."""
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]

@@ -103,7 +103,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by at least this share of the values."""
+    """The smallest value such that at least this share of the values don't exceed it."""
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 

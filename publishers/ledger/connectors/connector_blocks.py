@@ -4,12 +4,11 @@
   block gets the chunk's hash, so that the next chunk finds its parent; the others get names derived from it. They are stored
   and removed together.
 - A shared store (Mooncake's, or a file system) evicts blocks of all its writers without reporting it. Its blocks are left out,
-or counted as held for some time after they were last stored. The same applies to LMCache chunks until a chunk's removal is
-reported: the
-  server may have no event stream.
+  or counted as held for some time after they were last stored. The same applies to LMCache chunks until the first removal of
+  a chunk is reported, because the server may have no event stream.
 - vLLM refuses to reset the device's cache while requests run, but resets its connector all the same, and reports neither
-(`reset_prefix_cache` with `reset_connector`). Its OffloadingConnector stores only what it does not hold, so a block that it
-stores again shows that the CPU tier has been emptied in the meantime.
+  (`reset_prefix_cache` with `reset_connector`). Its OffloadingConnector stores only what it does not hold, so a block that it
+  stores again shows that the CPU tier has been emptied in the meantime.
 - An offloaded event may omit the adapter, salt or extra keys of its blocks, so a known hash in it keeps its block.
 """
 
@@ -38,7 +37,7 @@ class ConnectorBlocks:
     """Connector blocks of one engine. `held(tier, group, name)`: True if the ledger counts a copy."""
 
     def __init__(self, counters: LedgerCounters, held: Callable[[Tier, int, EngineHash], bool], *, keep: bool) -> None:
-        """`keep`: hold blocks whose removals are not reported for some time; otherwise leave them out."""
+        """`keep`: hold blocks for some time if their removals are not reported; otherwise leave such blocks out."""
         self._counters = counters
         self._held = held
         self._keep = keep

@@ -17,7 +17,7 @@ from kvatlas_router.queries.changes.change import Change, ChangeReader, scope_fi
 async def read_snapshot(
     readers: Sequence[ShardReader], scopes: Mapping[bytes, Scope], reader: ChangeReader
 ) -> AsyncIterator[Change]:
-    """Read a snapshot. The snapshot does not show a single moment, so apply the stream's messages from a position taken
+    """Read a snapshot. The snapshot does not show a single moment, so apply the stream's messages after a position taken
     before it (`store_copy`). Records the workers in `reader`. Raises Unreachable."""
     for shard in readers:
         places: dict[bytes, tuple[str, int, bool]] = {}

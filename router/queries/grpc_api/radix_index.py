@@ -1,7 +1,8 @@
-"""The radix index that SGLang's model gateway (SMG) asks which workers hold a prompt of block hashes.
+"""The radix index that SGLang's model gateway (SMG) asks which workers hold a prompt, given as block hashes.
 
-    Subscribe   a stream of queries; each is answered by one match with its id, in any order. Others (another
-                model, raw text, the store is down) gets an empty match: the gateway then chooses by load.
+    Subscribe   a stream of queries; each is answered by one match with its id, in any order. Any other query
+                (for another model, or as raw text), and any query while the store is down, gets an empty match: the
+                gateway then chooses by load.
     Publish     the gateway's guesses about where prompts are now, and its workers. They are acknowledged and not used, because
                 publishers follow the engines' own events.
 
