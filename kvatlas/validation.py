@@ -75,7 +75,7 @@ _LIMITS = {
 
 
 def describe_expected(error: ErrorDetails) -> str:
-    """What one error in a ValidationError expected, as a phrase `expected ...`."""
+    """What the input should have been, according to one error of a ValidationError: `expected ...`."""
     kind = error["type"]
     context: dict[str, Any] = error.get("ctx", {})
     if kind in _OF_TYPE:

@@ -1,4 +1,4 @@
-"""The publisher process: follows the feeds of one or several engine ranks and publishes their blocks."""
+"""The publisher process: follows the feeds of one or more engine ranks and publishes their blocks."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

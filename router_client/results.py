@@ -322,8 +322,8 @@ def _outcome_of(status: int) -> Outcome:
 
 
 def fell_open_for_want_of(choice: ChoiceData) -> str | None:
-    """What was missing when a choice fell open: `index`, `fleet`, `booking` or `connections`; None for a choice that
-    did not fall open."""
+    """What was missing when a choice failed open: `index`, `fleet`, `booking` or `connections`; None if it did not
+    fail open."""
     part = choice.why.partition(":")[0]
     if part not in ("index", "fleet", "reservations"):
         return None

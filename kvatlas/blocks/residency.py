@@ -177,7 +177,7 @@ def _single_lost_entry(before: bytes, after: bytes) -> int | None:
 
 
 def _changes(before: bytes, after: bytes) -> Iterator[tuple[int | None, int | None]]:
-    """The differences between two holders values, as (entry before or None, entry after or None); never None for both.
+    """The differences between two `holders` values, as (entry before or None, entry after or None); never both None.
 
     Bisects to find the next difference, because adjacent runs mostly differ in one of hundreds of entries.
     """

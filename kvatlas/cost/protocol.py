@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How busy a worker is, as far as costs depend on that.
+    """How busy a worker is, to the extent that it affects costs.
 
     `waiting_requests`: requests whose tokens are not in `queued_prefill_tokens` because the engine does not report them.
     `kv_tokens`: the number of tokens whose KV the worker's running requests hold.

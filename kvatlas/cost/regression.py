@@ -63,7 +63,7 @@ RATES: Final = len(Rate)
 Vector = tuple[float, ...]
 
 MEMORY: Final = 256.0
-"""The number of requests that evidence represents; older ones fade."""
+"""How many requests the evidence covers; older ones fade."""
 FIRST_MEMORY: Final = 32.0
 """The value of MEMORY at the start. It grows with the requests, so that rows measured against a poor estimate fade soon."""
 ERRORS_MEMORY: Final = 32.0
@@ -73,7 +73,7 @@ PRIOR_WEIGHT: Final = 0.002
 LOST: Final = 0.75
 """A typical relative error above this shows that the estimate is outdated; evidence then fades as fast as at the beginning."""
 POOL_ROWS: Final = 1.0
-"""The weight of the pool's estimate, in measurements of the worker itself."""
+"""How many of the worker's own measurements the pool's estimate counts for."""
 HUBER: Final = 1.7
 """In mean absolute errors; corresponds to 1.345 standard deviations of normal noise."""
 FIRST_ERROR: Final = 0.5

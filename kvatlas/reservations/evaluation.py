@@ -118,7 +118,7 @@ def held_by(lookup: Lookup, row: int, worker_id: str, held: HeldTokens) -> int:
 
 
 def offer_holding(ask: Ask, row: int, worker_id: str, held_tokens: int) -> Offer:
-    """The offer to a worker that holds this much of the prompt, made from its row of look-alikes in an ask with a lookup."""
+    """The offer to a worker that holds this much of the prompt, built from its row of look-alikes; the ask has a lookup."""
     assert ask.lookup is not None
     row_offer = ask.look_alikes[row].offer
     kind, base_us, work_us = row_offer.kind, row_offer.base_us, row_offer.work_us

@@ -120,8 +120,8 @@ def waiting_row(request: WaitingRequest) -> tuple[Any, ...]:
 
 
 def _fetch_fields(ask: Ask) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """All sources, each once, and what the offers, then the look-alikes, would fetch: the number of the row (from 1), us, and
-    the numbers of its sources."""
+    """All sources, each once, and the fetches of the offers, then those of the look-alikes; a fetch is a row number (from 1), a
+    time in us, and the numbers of its sources."""
     numbers: dict[str, int] = {}
     fetching = chain((one.fetching for one in ask.offers), (one.offer.fetching for one in ask.look_alikes))
     rows = [

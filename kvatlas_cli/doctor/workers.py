@@ -148,7 +148,7 @@ def _judge_heartbeats(
 
 
 def _judge_diagnoses(heard: Mapping[str, Heartbeat]) -> Iterator[Finding]:
-    """Publishers' own diagnoses. Equal ones are grouped; only the first few with the same cure are shown in full."""
+    """Publishers' own diagnoses. Identical ones are grouped; only the first few with the same cure are shown in full."""
     by_cure: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for id, one in sorted(heard.items()):
         for diagnosis in one.diagnoses:

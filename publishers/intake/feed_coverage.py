@@ -47,7 +47,7 @@ class Reason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Counts since the publisher's start. `told`: reported blocks of full attention, plus one for each event or batch left out
-    as a whole; `left_out`: those of them that were left out, by reason. `unfilled`: holes that replay did not fill."""
+    as a whole; `left_out`: how many of those were left out, by reason. `unfilled`: holes that replay did not fill."""
 
     told: int = 0
     left_out: Mapping[Reason, int] | None = None

@@ -51,7 +51,7 @@ class WholeUsage:
             self.details = {**(self.details or {}), "reasoning_tokens": counted}
 
     def cap(self, most: int | None) -> None:
-        """Apply the answer's maximum number of tokens. A guess of how many tokens an engine got may exceed it."""
+        """Apply the answer's maximum number of tokens. An estimate of how many tokens an engine was given may exceed it."""
         if most is not None and self.completion_tokens is not None:
             self.completion_tokens = min(self.completion_tokens, most)
 

@@ -88,7 +88,7 @@ class Avoided:
 
 
 class PoolEjections:
-    """One pool, as seen by one router. Times are seconds of any monotonic clock."""
+    """One pool, as seen by one router. Times are in seconds, from any monotonic clock."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}

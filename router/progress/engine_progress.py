@@ -98,7 +98,7 @@ class EngineProgress:
         self._quiet_since: float | None = None
         """When the silence began; None if it has no work."""
         self._deadlines: _Deadlines | None = None
-        """See `_find_deadlines`, which sets these if they are not known: each part of an answer changes them."""
+        """Set by `_find_deadlines` when they are needed but unknown, because each part of an answer changes them."""
         self._knows_deadlines = True
         self._doubted_at: float | None = None
         """When the first probe since the last progress was sent."""

@@ -41,7 +41,7 @@ ELSEWHERE = (401, 403, 408, 429)
 """Refusals that prove nothing about the request, so another engine is asked, as after a server error."""
 
 _NO_RENDER = (403, 404, 405, 501)
-"""Statuses of an engine that does not render requests. It is not asked again for ASK_AGAIN_S."""
+"""HTTP statuses that show that an engine does not render requests. It is not asked again for ASK_AGAIN_S."""
 ASK_AGAIN_S = 60.0
 
 Engines = Callable[[TextRequest], Awaitable[Sequence[str]]]

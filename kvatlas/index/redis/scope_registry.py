@@ -41,7 +41,7 @@ class ScopeRegistry:
         self._fresh: set[bytes] = set()
         self._fresh_since_s = -FRESH_S
         self._used: dict[bytes, tuple[bytes, float]] = {}
-        """The scopes that this process has registered within REMEMBERED_S: canonical text, and when (s)."""
+        """The scopes that this process registered in the last REMEMBERED_S: canonical text and time (s)."""
 
     async def register(self, batches: Sequence[PartitionBatch]) -> None:
         """Write the full texts of the scopes that these messages use. Raises InvalidValue if two scopes have the same id."""
