@@ -78,7 +78,7 @@ class ChoiceStatistics:
         self.history.record(decision, without_index=choice.basis in (Basis.LOAD, Basis.PREFIX_HASH))
 
     def _count_fall(self, choice: Choice) -> None:
-        """Count a choice that fell open under its cause, and log it now and then."""
+        """Count a choice that failed open under its cause, and log it now and then."""
         if (cause := fell_open_for_want_of(choice)) is None:
             return
         self.counters.open_connections += cause == "connections"

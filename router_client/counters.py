@@ -13,7 +13,7 @@ class RouterCounters:
     `routed`: choices, including those made `by_load` or `by_prefix_hash` without the index, and those that `followed` another
     policy (`agreed`: cost would have chosen the same worker). `no_workers`: requests refused with NoWorkers. `index_failures`,
     `booking_failures`, `fleet_failures`: calls to the store that were not answered in time. `open_index`, `open_fleet`,
-    `open_booking`, `open_connections`: choices that fell open, by what they lacked (`open_fleet`: based on the last-read pool
+    `open_booking`, `open_connections`: choices that failed open, by what they lacked (`open_fleet`: based on the last-read pool
     records). `booked`, `released`: reservations in the store; `lapsed`: how often this router's lease had expired by the time
     it was renewed. `decision_time`, `lookup_time`, `booking_time`: seconds taken by each choice, and by its calls to the
     store. `required_blocks`, `overlap_blocks`: blocks of the routed prompts, and those of them that the chosen worker held;

@@ -28,7 +28,7 @@ HELD_TOKENS = counter(
 WITHOUT_INDEX = counter(
     "router.decisions.without_index", "{decision}", "Decisions made without the index, by what replaced it"
 )
-FELL_OPEN = counter("router.decisions.open", "{decision}", "Decisions that fell open, by what did not answer in time")
+FELL_OPEN = counter("router.decisions.open", "{decision}", "Decisions that failed open, by what did not answer in time")
 SHADOWED = counter(
     "router.decisions.shadow", "{decision}", "Decisions that followed another policy, and how many of them agreed"
 )

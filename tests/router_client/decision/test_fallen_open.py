@@ -1,4 +1,4 @@
-"""Choices that fell open: how long they waited for the store, and how they are counted and explained."""
+"""Choices that failed open: how long they waited for the store, and how they are counted and explained."""
 
 from collections.abc import Mapping
 
