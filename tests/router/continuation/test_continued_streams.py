@@ -398,16 +398,13 @@ async def test_an_answer_about_a_file_ends_with_the_engine_that_has_it(store: St
 
 async def test_an_answer_whose_rest_is_refused_ends_with_an_error(store: Store, valkey_url: str) -> None:
     body = {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
-    async with (
-        mortal_fleet(store, 2) as (fleet, fate),
-        faulty_engine(answer_with(400)) as refusing,
-        running_proxy(valkey_url, continue_answers="all") as client,
-    ):
+    async with mortal_fleet(store, 2) as (fleet, fate), faulty_engine(answer_with(400)) as refusing:
         await fleet.report("w1", refusing.url)
         await fleet.holds("w0", prompt_of(Api.CHAT, body))
         fate.after = [6]
-        assert b'data: {"error": ' in await ask(client, CHAT, body)
-        assert await not_continued(client) == {"refused": 1} and refusing.paths.keys() & {CHAT, COMPLETIONS}
+        async with running_proxy(valkey_url, continue_answers="all") as client:
+            assert b'data: {"error": ' in await ask(client, CHAT, body)
+            assert await not_continued(client) == {"refused": 1} and refusing.paths.keys() & {CHAT, COMPLETIONS}
 
 
 THINKS = {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE}
