@@ -8,14 +8,16 @@ import anyio
 import pytest
 
 from kvatlas.embedded.child_process import spawn_child
+from kvatlas.errors import Unreachable
 from kvatlas.reservations import MemoryReservations, RedisReservations
 from kvatlas.reservations.redis_calls import pool_keys
-from kvatlas.store.connection import Store
+from kvatlas.store.connection import Store, connected_store
 from kvatlas_router.admission.queue import QueueFull, QueueSettings, Wait
 from tests.end_to_end.processes import ROOT, environment
 from tests.eventually import until
 from tests.kvatlas.reservations.asks import POOL
 from tests.kvatlas.status_page.page_text import texts
+from tests.kvatlas.store.sentinel_servers import watched_pair
 from tests.router.admission.routers import Pool, Router, routers_of
 from tests.router.proxy.engines import MODEL, running_fleet, running_proxy
 from tests.router.proxy.test_proxy import status as proxy_status
@@ -50,6 +52,38 @@ async def test_a_flood_on_one_of_many_routers_takes_no_more_than_its_share(store
     for tenant, weight in {"flood": 1, "tenant 0": 1, "tenant 1": 2, "tenant 2": 1}.items():
         assert abs(served[tenant] - 16 * weight) <= 2, served
     assert len(pool.served) == 142
+
+
+async def test_a_flood_takes_no_more_than_its_share_after_the_store_has_failed_over() -> None:
+    """All requests wait while the primary dies. They keep their places, or get new ones at the replica."""
+    with watched_pair() as pair:
+        async with connected_store(pair.url()) as store:
+            pool = Pool(RedisReservations(store), ("a", "b"), runs_s=0.002)
+            async with routers_of(pool, 3) as routers, anyio.create_task_group() as tasks:
+                running = await fill(pool, routers[0])
+                for number in range(60):
+                    tasks.start_soon(routers[number % 2].run, "flood")
+                await until(lambda: waiting(routers, 60), what="the flood waits")
+                for number in range(60):
+                    tasks.start_soon(routers[number % 3].run, f"tenant {number % 2}")
+                await until(lambda: waiting(routers, 120), what="all wait")
+                first = pair.primary
+                first.kill()
+                await until(lambda: pair.primary is not first, what="another primary")
+
+                async def all_have_places() -> bool:
+                    try:
+                        return await alive_wait(pool, 120)
+                    except Unreachable:
+                        return False
+
+                await until(all_have_places, what="all wait at the new primary")
+                assert len(pool.served) == 2
+                for number in running:
+                    await routers[0].end(number)
+    served = Counter(tenant for tenant, _ in pool.served[2:62])  # while all three wait
+    assert all(abs(served[tenant] - 20) <= 2 for tenant in ("flood", "tenant 0", "tenant 1")), served
+    assert len(pool.served) == 122
 
 
 async def test_a_router_that_sees_only_resting_workers_holds_up_no_other() -> None:
