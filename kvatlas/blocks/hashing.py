@@ -102,8 +102,9 @@ def extend_chain(
     """
     if block_size < 1:
         raise InvalidValue(f"block size {block_size}; expected at least 1")
-    keyed = extra_keys is not None and any(extra_keys)
-    if _extend_compiled is not None and not keyed and type(tokens) in _COMPILED_TYPES:
+    if extra_keys is not None and not any(extra_keys):
+        extra_keys = None
+    if _extend_compiled is not None and extra_keys is None and type(tokens) in _COMPILED_TYPES:
         chain = _extend_compiled(tokens, block_size, parent)
         if chain is not None:
             return chain
@@ -114,7 +115,7 @@ def extend_chain(
     if len(tokens) % block_size:
         packed = packed[: count * block_size * 4]
     blocks = _block_of(4 * block_size).iter_unpack(packed)
-    if extra_keys is not None and keyed:
+    if extra_keys is not None:
         keys = [*extra_keys[:count], *[None] * (count - len(extra_keys))]
         return chain_of_local_hashes([_local(block, key) for (block,), key in zip(blocks, keys, strict=True)], parent)
     if parent is None:

@@ -116,10 +116,8 @@ class ClientRequest:
             self.status, self.first_byte_ns = message["status"], time.perf_counter_ns()
             self.events = can_be_read(message["headers"])
         else:
-            body = message.get("body", b"")
-            if self.events and not self.shows_cached:
-                message["body"] = body = events_without_cached_counts(body)
-            self.sent_bytes += len(body)
+            message["body"] = self._of_client(message.get("body", b""))
+            self.sent_bytes += len(message["body"])
             if not message.get("more_body", False):
                 self.complete = True
         await self.to_client(message)
@@ -136,8 +134,7 @@ class ClientRequest:
 
     async def send_part(self, body: bytes) -> None:
         """Send a part of the body; more follows. If the client may not see counts in an event stream: only whole events."""
-        if self.events and not self.shows_cached:
-            body = events_without_cached_counts(body)
+        body = self._of_client(body)
         self.sent_bytes += len(body)
         await self.to_client({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -185,6 +182,10 @@ class ClientRequest:
         event = error_event(path, error_body(path, kind, line), self.sent_events) if self.events else None
         if event is not None and not self.in_event:
             await self.send({"type": "http.response.body", "body": event})
+
+    def _of_client(self, part: bytes) -> bytes:
+        """The part without the counts that this client may not see."""
+        return part if self.shows_cached or not self.events else events_without_cached_counts(part)
 
     def _shown(self, *headers: tuple[bytes, bytes]) -> RawHeaders:
         """Headers that explain the choice, if the client may see them, including the queue's header if the request waited."""

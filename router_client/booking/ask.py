@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvatlas.blocks.hashing import HASH_BYTES
 from kvatlas.reservations import STEP_BLOCKS, Ask, LookAlikes, Lookup, Offer, OfferKind, StepChain
 from kvatlas.reservations.protocol import MOST_STEPS
-from kvatlas.reservations.room_and_slo import Limit
+from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT, Limit
 from router_client.pricing.candidates import Candidate
 from router_client.pricing.quotes import KindQuote, Quote
 from router_client.pricing.slo import build_limits, decode_us
@@ -87,6 +87,12 @@ def ask_for_one(ask: Ask, offer: Offer, limit: Limit) -> Ask:
     """The ask with this offer only."""
     limits = None if ask.limits is None else replace(ask.limits, of_offers=[limit])
     return Ask([offer], ask.chains, ask.again_factor, limits)
+
+
+def narrow_ask(ask: Ask, worker_id: str) -> Ask:
+    """The ask with only its offer to this worker."""
+    number = next(number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id)
+    return ask_for_one(ask, ask.offers[number], UNKNOWN_LIMIT if ask.limits is None else ask.limits.of_offers[number])
 
 
 def _offer_kind(for_kind: KindQuote, block_size: int, chain: int | None, settings: BookingSettings) -> OfferKind:

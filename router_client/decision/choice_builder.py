@@ -3,9 +3,11 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvatlas.request import SelectionResult
+from router_client.basis import Basis
 from router_client.booking.reservation import Reservation
 from router_client.choice_statistics import ChoiceStatistics
 from router_client.decision.case import Case
@@ -14,6 +16,7 @@ from router_client.prefill_decode_result import PairChoice
 from router_client.pricing.fetch_fields import Fetch
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
+from router_client.pricing.ranking import RankedResults
 from router_client.pricing.reuse_limit import describe_pool_mismatch, describe_rare_shapes
 from router_client.prompt import Prompt
 from router_client.results import Choice, Ranking
@@ -39,6 +42,17 @@ class ChoiceBuilder:
         """`left_out`, `unread`: see `Ranking`."""
         prompt, remarks, index = case.prompt, self.remarks(case.prompt, case.pool), case.lookup.source
         return Ranking(prompt.input_tokens, results, left_out, prompt.slo, self._shed_factor, unread, remarks, index)
+
+    def chosen(self, case: Case, results: RankedResults, reservation: Reservation | None = None) -> Choice:
+        """The choice of the followed policy's worker, if there is one, otherwise of the first result."""
+        result, would_be = results[0], None
+        if case.followed is not None:
+            would_be = result.worker_id
+            result = next(one for one in results if one.worker_id == case.followed)
+            case = replace(case, basis=Basis.POLICY, why=f"cost would choose {would_be}")
+        unread = len(case.pool.candidates) - len(results)
+        ranking = self.ranking(case, results, case.pool.left_out, unread)
+        return self.choice(case, ranking, result, reservation, would_be=would_be)
 
     def choice(
         self,

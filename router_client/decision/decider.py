@@ -17,16 +17,14 @@ from kvatlas.reservations import (
     Evaluation,
     LookAlikesUnknown,
     LookupImpossible,
-    OfferEvaluation,
     Outcome,
     Turns,
     WaitingRequest,
 )
-from kvatlas.reservations.room_and_slo import UNKNOWN_LIMIT
 from kvatlas.store.deadline import CALLS_A_DECISION, READ_SHARE, STORE_FAILURES, Deadline, LateCalls
 from kvatlas.store.distance import StoreDistance
 from router_client.basis import Basis
-from router_client.booking.ask import ask_for_one
+from router_client.booking.ask import narrow_ask
 from router_client.booking.booker import Booker, evaluate_without_bookings
 from router_client.booking.reservation import Reservation
 from router_client.counters import RouterCounters
@@ -35,6 +33,7 @@ from router_client.decision.choice_builder import ChoiceBuilder
 from router_client.decision.index_lookup import IndexLookup
 from router_client.decision.named_blocks import NamedBlocks
 from router_client.decision.policy import RoutingPolicy
+from router_client.decision.storeless_decider import StorelessDecider
 from router_client.errors import NoWorkers
 from router_client.fleet_cache import FleetCache
 from router_client.prefill_decode_result import PairChoice
@@ -44,7 +43,6 @@ from router_client.pricing.overlap import PromptLookup
 from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairRanking
 from router_client.pricing.quotes import Quote, shortlist, with_source
-from router_client.pricing.ranking import RankedResults
 from router_client.prompt import Prompt
 from router_client.prompt_chain import PromptChain
 from router_client.results import Choice, Ranking, list_left_out
@@ -81,6 +79,7 @@ class Decider:
         self._late_calls = late_calls
         self._distance = distance
         self._policy = RoutingPolicy(settings)
+        self._storeless = StorelessDecider(self._policy, booker, builder)
         self._apart_until: dict[Scope, float] = {}
         """Until when choices use a separate lookup, because blocks outside HBM have to be priced, one call would read too many
         workers, or the index is damaged."""
@@ -100,7 +99,7 @@ class Decider:
             return self._builder.ranking(case, (), pool.left_out)
         evaluation = await self._look(case, quotes)
         quotes = with_source(quotes, evaluation.worker_id, evaluation.source)
-        results = self._rank(case, quotes, evaluation.by_offer, evaluation.chosen)
+        results = self._policy.rank(prompt, quotes, evaluation.by_offer, evaluation.chosen)
         return self._builder.ranking(case, results, pool.left_out)
 
     async def predict_tokens(self, prompt: Prompt, pool: Pool, lookup: PromptLookup) -> dict[str, int]:
@@ -172,14 +171,14 @@ class Decider:
                 if book:
                     self._booker.wait_without_room(case.prompt, _choosing(evaluation, case.followed))
                 listed = with_source(listed, evaluation.worker_id, evaluation.source)
-                return self._choose(case, listed, evaluation.by_offer, evaluation.chosen)
+                results = self._policy.rank(case.prompt, listed, evaluation.by_offer, evaluation.chosen)
+                return self._builder.chosen(case, results)
             call = self._choose_in_store(case, listed, ask, deadline, book=book)
             choice, failure = await self._booker.try_store(call, deadline)
             if choice is not None:
                 return choice
         case = replace(case, why=case.why or failure)
-        choice = None if names_all else self._choose_among_few_alone(case, book=book, behind=behind)
-        return choice or self._choose_alone(case, book=book, behind=behind)
+        return self._storeless.choose(case, names_all=names_all, book=book, behind=behind)
 
     async def decide_pair(self, prompt: Prompt, avoid: Collection[str], *, book: bool) -> PairChoice:
         """Choose one or two workers, reserved in one call if `book`; see `decide`. Does not follow another policy."""
@@ -319,9 +318,10 @@ class Decider:
         evaluation, reservations = await self._booker.look_or_book(case.prompt, ask, deadline, book=book_cheapest)
         quotes = with_source(quotes, evaluation.worker_id, evaluation.source)
         if book and case.followed is not None:
-            booked, reservations = await self._booker.book(case.prompt, _narrow_ask(ask, case.followed), deadline)
+            booked, reservations = await self._booker.book(case.prompt, narrow_ask(ask, case.followed), deadline)
             quotes = with_source(quotes, case.followed, booked.source)
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
+        results = self._policy.rank(case.prompt, quotes, evaluation.by_offer, evaluation.chosen)
+        return self._builder.chosen(case, results, *reservations)
 
     async def _choose_by_lookup(
         self, prompt: Prompt, pool: Pool, why: str, deadline: Deadline, *, book: bool, explain_all: bool
@@ -379,84 +379,8 @@ class Decider:
                 await reservation.end(Outcome.FAILED)
             raise Unreachable(f"worker {evaluation.worker_id} was chosen, but its fleet record can't be read")
         matched = with_source(matched, evaluation.worker_id, evaluation.source)
-        return self._choose(case, matched, by_offer, chosen, *reservations)
-
-    def _choose_alone(self, case: Case, *, book: bool, behind: bool) -> Choice:
-        """Choose with this router's own knowledge: the last-read loads and its own bookings. `behind`: report the choice to
-        the store afterwards."""
-        quotes: Sequence[Quote] = self._policy.quote(case)
-        ask = self._policy.ask(case, quotes)
-        evaluation = self._booker.look_alone(case.prompt.scope.pool_id, ask)
-        if case.basis is not Basis.COST and not any(evaluated.load_known for evaluated in evaluation.by_offer):
-            case = replace(case, basis=Basis.PREFIX_HASH)
-            ids = [quote.id for quote in quotes]
-            evaluation = replace(evaluation, chosen=ids.index(self._policy.choose_by_prefix(case, ids)))
-        only = _narrow_ask(ask, evaluation.worker_id if case.followed is None else case.followed)
-        booked, reservations = self._book_alone(case.prompt, only, book=book, behind=behind)
-        quotes = with_source(quotes, booked.worker_id, booked.source)
-        return self._choose(case, quotes, evaluation.by_offer, evaluation.chosen, *reservations)
-
-    def _choose_among_few_alone(self, case: Case, *, book: bool, behind: bool) -> Choice | None:
-        """`_choose_alone` without a quote for every candidate; None if that is not possible."""
-        prompt, pool = case.prompt, case.pool
-        quotes = self._policy.quote_lookup(prompt, pool, known=case.lookup)
-        if quotes is None:
-            return None
-        pool_id, by_prefix = prompt.scope.pool_id, None
-        if case.basis is not Basis.COST and not self._booker.knows_a_load(pool_id, pool.candidate_of):
-            case = replace(case, basis=Basis.PREFIX_HASH)
-            by_prefix = self._policy.choose_by_prefix(case, pool.candidate_of)
-            quotes = quotes.including(by_prefix)
-        ask = self._policy.ask_lookup(prompt, quotes)
-        try:
-            evaluation = self._booker.look_alone(pool_id, ask, quotes.held_in(case.lookup))
-        except (LookAlikesUnknown, LookupImpossible):
-            return None
-        if by_prefix is not None:
-            evaluation = replace(evaluation, chosen=evaluation.worker_ids.index(by_prefix))
-        only = ask_for_one(ask, evaluation.offers[evaluation.chosen], quotes.limit_of(evaluation.worker_id, ask))
-        _, reservations = self._book_alone(prompt, only, book=book, behind=behind)
-        matched, by_offer, chosen = quotes.match(evaluation)
-        assert chosen is not None  # it was reported from these records
-        return self._choose(case, matched, by_offer, chosen, *reservations)
-
-    def _book_alone(
-        self, prompt: Prompt, only: Ask, *, book: bool, behind: bool
-    ) -> tuple[Evaluation, tuple[Reservation, ...]]:
-        """Book the only worker of an ask, if `book`. `behind`: report it to the store afterwards."""
-        if not book:
-            return self._booker.look_alone(prompt.scope.pool_id, only), ()
-        return (self._booker.book_behind if behind else self._booker.book_alone)(prompt, only)
-
-    def _rank(
-        self,
-        case: Case,
-        quotes: Sequence[Quote],
-        by_offer: Sequence[OfferEvaluation],
-        chosen: int,
-    ) -> RankedResults:
-        criteria = self._policy.criteria(case.prompt)
-        return RankedResults(quotes, by_offer, chosen=chosen, criteria=criteria)
-
-    def _choose(
-        self,
-        case: Case,
-        quotes: Sequence[Quote],
-        by_offer: Sequence[OfferEvaluation],
-        chosen: int,
-        reservation: Reservation | None = None,
-    ) -> Choice:
-        """Choose the worker of the followed policy, if there is one, otherwise the `chosen` one. `quotes` and `by_offer`
-        are in the same order."""
-        results = self._rank(case, quotes, by_offer, chosen)
-        result, would_be = results[0], None
-        if case.followed is not None:
-            would_be = result.worker_id
-            result = next(one for one in results if one.worker_id == case.followed)
-            case = replace(case, basis=Basis.POLICY, why=f"cost would choose {would_be}")
-        unread = len(case.pool.candidates) - len(quotes)
-        ranking = self._builder.ranking(case, results, case.pool.left_out, unread)
-        return self._builder.choice(case, ranking, result, reservation, would_be=would_be)
+        results = self._policy.rank(case.prompt, matched, by_offer, chosen)
+        return self._builder.chosen(case, results, *reservations)
 
 
 def _record_fetchable(case: Case) -> None:
@@ -480,8 +404,3 @@ def _choosing(evaluation: Evaluation, followed: str | None) -> Evaluation:
     """The evaluation, with the followed policy's worker chosen, if there is one."""
     numbers = (number for number, offer in enumerate(evaluation.offers) if offer.worker_id == followed)
     return replace(evaluation, chosen=next(numbers, evaluation.chosen))
-
-
-def _narrow_ask(ask: Ask, worker_id: str) -> Ask:
-    number = next(number for number, offer in enumerate(ask.offers) if offer.worker_id == worker_id)
-    return ask_for_one(ask, ask.offers[number], UNKNOWN_LIMIT if ask.limits is None else ask.limits.of_offers[number])

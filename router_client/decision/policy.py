@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvatlas.reservations import Ask, Lookup
+from kvatlas.reservations import Ask, Lookup, OfferEvaluation
 from router_client.booking.ask import build_ask
 from router_client.decision.case import Case
 from router_client.decision.shadow_policy import Policy, RoundRobin
@@ -19,7 +19,7 @@ from router_client.pricing.pool import Pool
 from router_client.pricing.prefill_decode import PairQuotes, quote_pairs
 from router_client.pricing.quote_desk import quote_candidates
 from router_client.pricing.quotes import Quote, rendezvous_weight
-from router_client.pricing.ranking import Criteria
+from router_client.pricing.ranking import Criteria, RankedResults
 from router_client.pricing.surcharges import add_session_surcharge, add_surcharges, session_worker
 from router_client.prompt import Prompt, Strategy
 from router_client.prompt_chain import PromptChain
@@ -134,6 +134,13 @@ class RoutingPolicy:
             ring=quotes.ring,
             lookup=lookup,
         )
+
+    def rank(
+        self, prompt: Prompt, quotes: Sequence[Quote], by_offer: Sequence[OfferEvaluation], chosen: int
+    ) -> RankedResults:
+        """Results for the quotes and their evaluations, which are in the same order. `chosen`: the position of the
+        cheapest."""
+        return RankedResults(quotes, by_offer, chosen=chosen, criteria=self.criteria(prompt))
 
     def criteria(self, prompt: Prompt) -> Criteria:
         """The terms and limits of results, the same as in the ask."""

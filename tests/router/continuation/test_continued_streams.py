@@ -18,7 +18,6 @@ from kvatlas.identity import Scope
 from kvatlas.predictions.usage_counts import read_answer_use
 from kvatlas.reservations.redis_calls import pool_keys
 from kvatlas.store.connection import Store
-from kvatlas_router.continuation import seam
 from kvatlas_router.ejection.retry_budget import RetryBudget
 from kvatlas_router.proxy import continued_answer
 from kvatlas_router.tokens.chat_form import as_chat
@@ -32,8 +31,6 @@ from tests.router.continuation.killed_engines import killed_engines
 from tests.router.continuation.mortal_engine import Death, mortal_engines, mortal_fleet, read_stream
 from tests.router.progress.quick_bounds import shorten_bounds
 from tests.router.proxy.engines import MODEL, PATIENT_MS, SCOPE, Fleet, record, running_proxy
-from tests.router.proxy.faulty_engine import faulty_engine
-from tests.router.proxy.faulty_engine import status as answer_with
 from tests.router.proxy.test_openai_client import openai_client
 from tests.router.proxy.test_proxy import requests_are, status
 from tests.simulator.answer_faults import AnswerFaults
@@ -348,63 +345,6 @@ async def test_two_engines_that_die_at_the_same_token_are_enough(
         found = await ask(client, path, body)
         assert found.count(b'"content"') == 4 and b'data: {"error": ' in found and len(fate.asked) == 2
         assert await not_continued(client) == {"same_token": 1}
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"temperature": 0.7}, "sampled"),
-        ({"n": 9}, "choices"),
-        ({"ignored": 1}, "no_worker"),
-        (
-            {"tools": [TOOL], "chat_template_kwargs": {"thinking": True}},
-            "template",
-        ),  # the prompt itself begins the reasoning
-    ],
-)
-async def test_what_can_not_go_on_ends_with_an_error(
-    store: Store, valkey_url: str, fields: dict[str, Any], why: str
-) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 8, **fields}
-    workers = 1 if why == "no_worker" else 2
-    async with (
-        mortal_fleet(store, workers) as (_, fate),
-        running_proxy(valkey_url, continue_answers="deterministic") as client,
-    ):
-        fate.after = [6]
-        found = await ask(client, CHAT, body)
-        assert b'data: {"error": ' in found and not found.endswith(b"data: [DONE]\n\n") and len(fate.asked) == 1
-        assert await not_continued(client) == {why: 1}
-        assert (await status(client))["proxy"]["broken"] == 1
-
-
-async def test_an_answer_that_is_too_long_to_keep_ends_with_its_engine(
-    store: Store, valkey_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(seam, "MOST_LETTERS", 2)
-    async with mortal_fleet(store) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        fate.after = [6]
-        assert b'data: {"error": ' in await ask(client, CHAT, {"messages": MESSAGES, "max_tokens": 8})
-        assert await not_continued(client) == {"long": 1} and len(fate.asked) == 1
-
-
-async def test_an_answer_about_a_file_ends_with_the_engine_that_has_it(store: Store, valkey_url: str) -> None:
-    async with mortal_fleet(store, 1) as (_, fate), running_proxy(valkey_url, continue_answers="all") as client:
-        fate.after = [6]
-        messages = [{**MESSAGES[1], "attachments": [{"file_id": "file-1"}]}]
-        assert b'data: {"error": ' in await ask(client, CHAT, {"messages": messages, "max_tokens": 8})
-        assert await not_continued(client) == {"object": 1}
-
-
-async def test_an_answer_whose_rest_is_refused_ends_with_an_error(store: Store, valkey_url: str) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 8, "cache_salt": None}
-    async with mortal_fleet(store, 2) as (fleet, fate), faulty_engine(answer_with(400)) as refusing:
-        await fleet.report("w1", refusing.url)
-        await fleet.holds("w0", prompt_of(Api.CHAT, body))
-        fate.after = [6]
-        async with running_proxy(valkey_url, continue_answers="all") as client:
-            assert b'data: {"error": ' in await ask(client, CHAT, body)
-            assert await not_continued(client) == {"refused": 1} and refusing.paths.keys() & {CHAT, COMPLETIONS}
 
 
 THINKS = {"messages": MESSAGES, "max_tokens": 9, "stop": "zzz", "chat_template_kwargs": {"thinking": True}, **_USAGE}

@@ -17,7 +17,8 @@ from kvatlas_router.engine_objects import object_holders
 from kvatlas_router.engine_objects.object_holders import ObjectHolders, ObjectUnknown
 from kvatlas_router.engine_objects.object_use import ObjectUse
 from tests.eventually import until
-from tests.router.answers.test_answer_errors import CREATED, TEXT, streams
+from tests.router.answers.test_answer_errors import streams
+from tests.router.answers.test_broken_answers import CREATED, TEXT
 from tests.router.proxy.engines import MODEL, record, running_fleet, running_proxy
 from tests.router.proxy.faulty_engine import Answer, faulty_engine
 from tests.router.proxy.test_proxy import decision, status
